@@ -1,0 +1,198 @@
+"""Codecs: granularity and codebook, with their decode tables.
+
+The codebooks are embedded (see :mod:`daf_hf.kernels.format`): any width from 0 to 8 bits reads a
+prefix of the same 8-bit code. Tables hold what minimises the squared error in each bin under the
+distribution that the codebook is made for.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import torch
+
+from .kernels.format import MAX_BITS, Codebook, Granularity, Layout, Statistics, wide_statistics
+
+_CELLS = 4096
+_HALF_WIDTH = 8.0  # of the grid of `normal` (standard deviations) and of `gelu` (the value itself)
+
+
+def _cell_edges(low: float, high: float) -> torch.Tensor:
+    return torch.linspace(low, high, _CELLS + 1, dtype=torch.float64)
+
+
+def _tables(representative) -> tuple[torch.Tensor, ...]:
+    """Tables for 0..8 bits from ``representative(first, last)``, a bin of 8-bit codes' value."""
+    return tuple(
+        torch.tensor(
+            [
+                representative(code << (8 - bits), ((code + 1) << (8 - bits)) - 1)
+                for code in range(1 << bits)
+            ],
+            dtype=torch.float64,
+        ).float()
+        for bits in range(MAX_BITS + 1)
+    )
+
+
+@cache
+def uniform() -> Codebook:
+    """Equal bins between the unit's minimum and maximum, restored at their centres."""
+    tables = _tables(lambda first, last: (first + last + 1) / 512)
+    return Codebook("uniform", Statistics.RANGE, 0.0, 256.0, 256, None, tables)
+
+
+@cache
+def normal() -> Codebook:
+    """Bins of equal sigmoid(0.98 z), close to a Gaussian's quantiles, with conditional means."""
+    edges = _cell_edges(-_HALF_WIDTH, _HALF_WIDTH)
+    centre = (edges[1:] + edges[:-1]) / 2
+    lut = (torch.sigmoid(0.98 * centre) * 256).floor().clamp(0, 255).to(torch.uint8)
+    lut[0], lut[-1] = 0, 255  # so that every code is used: the outer bins reach to infinity
+    density = torch.exp(-(edges**2) / 2) / math.sqrt(2 * math.pi)
+    cumulative = torch.special.ndtr(edges)
+
+    def conditional_mean(first: int, last: int) -> float:
+        inside = torch.nonzero((lut >= first) & (lut <= last)).flatten()
+        if not len(inside):  # a code that no cell maps to is never written
+            return 0.0
+        left, right = int(inside[0]), int(inside[-1]) + 1
+        mass = float(cumulative[right] - cumulative[left])
+        if mass < 1e-9:
+            return float(centre[inside].mean())
+        return float(density[left] - density[right]) / mass
+
+    tables = _tables(conditional_mean)
+    return Codebook(
+        "normal", Statistics.MOMENTS, -_HALF_WIDTH, _CELLS / (2 * _HALF_WIDTH), _CELLS, lut, tables
+    )
+
+
+@cache
+def root() -> Codebook:
+    """Equal bins in the square root between minimum and maximum: for softmax outputs."""
+    centre = (torch.arange(_CELLS, dtype=torch.float64) + 0.5) / _CELLS
+    lut = (centre.sqrt() * 256).floor().to(torch.uint8)
+
+    def mean_square(first: int, last: int) -> float:
+        low, high = first / 256, (last + 1) / 256
+        return (low * low + low * high + high * high) / 3
+
+    return Codebook("root", Statistics.RANGE, 0.0, float(_CELLS), _CELLS, lut, _tables(mean_square))
+
+
+def gelu_slope(x: torch.Tensor) -> torch.Tensor:
+    """Derivative of GELU: Phi(x) + x phi(x)."""
+    return torch.special.ndtr(x) + x * torch.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+
+@cache
+def gelu() -> Codebook:
+    """Equal bins of GELU's derivative, which is all that GELU's backward needs of its input.
+
+    No statistics. The value restored is *another* input with nearly the same derivative, between
+    the derivative's extrema at -sqrt(2) and sqrt(2): never use it for any other consumer.
+    """
+    edges = _cell_edges(-_HALF_WIDTH, _HALF_WIDTH)
+    top = math.sqrt(2.0)
+    low, high = (float(gelu_slope(torch.tensor(v, dtype=torch.float64))) for v in (-top, top))
+    slope = gelu_slope((edges[1:] + edges[:-1]) / 2)
+    lut = ((slope - low) / (high - low) * 256).floor().clamp(0, 255).to(torch.uint8)
+
+    def input_of(first: int, last: int) -> float:
+        target = low + (high - low) * (first + last + 1) / 512
+        left, right = -top, top
+        for _ in range(60):
+            middle = (left + right) / 2
+            if float(gelu_slope(torch.tensor(middle, dtype=torch.float64))) < target:
+                left = middle
+            else:
+                right = middle
+        return (left + right) / 2
+
+    tables = _tables(input_of)
+    return Codebook(
+        "gelu", Statistics.NONE, -_HALF_WIDTH, _CELLS / (2 * _HALF_WIDTH), _CELLS, lut, tables
+    )
+
+
+@cache
+def binary() -> Codebook:
+    """Exactly two values in the whole tensor, told apart by their bits: one plane, lossless."""
+    tables = tuple(torch.zeros(1 << bits) for bits in range(MAX_BITS + 1))
+    return Codebook("binary", Statistics.PAIR, 0.0, 0.0, 2, None, tables)
+
+
+_CODEBOOKS = {
+    "uniform": uniform,
+    "normal": normal,
+    "root": root,
+    "gelu": gelu,
+    "binary": binary,
+}
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A granularity and a codebook.
+
+    Attributes:
+        granularity: what shares one pair of statistics.
+        codebook: name of the codebook.
+    """
+
+    granularity: Granularity
+    codebook: str
+
+    @property
+    def book(self) -> Codebook:
+        return _CODEBOOKS[self.codebook]()
+
+    @property
+    def lossless(self) -> bool:
+        return self.codebook == "binary"
+
+    @property
+    def private(self) -> bool:
+        """Whether what is restored serves one kind of consumer alone."""
+        return self.codebook == "gelu"
+
+    def layout(self, numel: int, cols: int, bits: int) -> Layout:
+        """Layout of a tensor of ``numel`` elements and ``cols`` columns at ``bits`` bits."""
+        return _layout(self, numel, cols, wide_statistics(self.granularity, bits))
+
+    def __str__(self) -> str:
+        if self.book.statistics in (Statistics.NONE, Statistics.PAIR):
+            return self.codebook
+        return f"{self.granularity.name.lower()}+{self.codebook}"
+
+
+@lru_cache(maxsize=16384)
+def _layout(codec: Codec, numel: int, cols: int, wide: bool) -> Layout:
+    book = codec.book
+    wide = wide or book.statistics is Statistics.PAIR
+    return Layout(numel, cols, codec.granularity, book, wide)
+
+
+BINARY = Codec(Granularity.TENSOR, "binary")
+GELU = Codec(Granularity.TENSOR, "gelu")
+GENERAL = Codec(Granularity.GROUP, "uniform")
+"""The codec for what nothing is known of."""
+
+
+def parse_codec(text: str) -> Codec:
+    """The codec named ``"granularity+codebook"``, ``"gelu"`` or ``"binary"``.
+
+    Raises:
+        ValueError: naming what is allowed.
+    """
+    head, _, tail = text.rpartition("+")
+    names = [g.name.lower() for g in Granularity]
+    if tail not in _CODEBOOKS or (head and head not in names):
+        raise ValueError(
+            f"unknown codec {text!r}: use GRANULARITY+CODEBOOK with a granularity of {names} "
+            f"and a codebook of {sorted(_CODEBOOKS)}"
+        )
+    return Codec(Granularity[head.upper()] if head else Granularity.TENSOR, tail)
