@@ -45,6 +45,8 @@ def encode(x: Tensor, layout: Layout, bits: int, table: array, space: PageSpace)
         True when ``x`` is finite and representable (a ``PAIR`` codebook: two-valued). On False
         the pages hold nothing of use.
     """
+    if not layout.numel:
+        return True
     if layout.codebook.statistics is Statistics.PAIR:
         return _encode_pair(x, layout, table, space)
     values = x.float()
@@ -61,6 +63,8 @@ def encode(x: Tensor, layout: Layout, bits: int, table: array, space: PageSpace)
 
 def decode(out: Tensor, layout: Layout, bits: int, table: array, space: PageSpace) -> None:
     """Restore into the flat contiguous ``out`` ``[layout.numel]`` (any of encode's dtypes)."""
+    if not layout.numel:
+        return
     raw = _read(table[: layout.statistics_pages], space)
     codes = _read_planes(layout, bits, table, space)
     if layout.codebook.statistics is Statistics.PAIR:
@@ -98,8 +102,8 @@ def _statistics(values: Tensor, layout: Layout, bits: int) -> tuple[Tensor, Tens
         a, s = round_(mean), (round_(std) if bits else torch.zeros_like(mean))
     else:
         low, high = _range(values, layout)
-        a = round_(low)
-        s = round_(high - a)
+        a = round_(low) + 0.0  # a zero's sign would depend on the order of the reduction
+        s = round_(high - a) + 0.0
     return a, s, bool(torch.isfinite(a).all() and torch.isfinite(s).all())
 
 
@@ -146,7 +150,12 @@ def _moments(values: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
             count[-1] = float(layout.numel - (layout.groups - 1) * GROUP)
     shift = s1 / count
     variance = (s2 / count - shift * shift).clamp_min(0.0)
-    return first + shift, variance.sqrt()
+    return first + shift, _square_root(variance)
+
+
+def _square_root(x: Tensor) -> Tensor:
+    """Correctly rounded, which fp32 ``sqrt`` is not on CPU where torch has MKL."""
+    return x.double().sqrt().float() if x.device.type == "cpu" else x.sqrt()
 
 
 def _lane_sums(units: Tensor) -> Tensor:

@@ -1,0 +1,194 @@
+// The native CPU backend: one translation unit, a plain C ABI (abi.h), no Python and no torch.
+
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define DAF_X86 1
+#include <immintrin.h>
+#endif
+
+#include "common.h"
+#include "parallel.inc"
+
+// Every instruction set compiles the same source, in a namespace of its own.
+
+namespace daf {
+namespace baseline {
+#define DAF_WIDTH 4
+#define DAF_ISA_NAME "baseline"
+#include "codec.inc"
+#undef DAF_WIDTH
+#undef DAF_ISA_NAME
+}  // namespace baseline
+}  // namespace daf
+
+#if DAF_X86
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c")
+#endif
+namespace daf {
+namespace avx2 {
+#define DAF_WIDTH 8
+#define DAF_ISA_NAME "avx2"
+#include "codec.inc"
+#undef DAF_WIDTH
+#undef DAF_ISA_NAME
+}  // namespace avx2
+}  // namespace daf
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+#if defined(__clang__)
+#pragma clang attribute push( \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
+#endif
+namespace daf {
+namespace avx512 {
+#define DAF_WIDTH 16
+#define DAF_ISA_NAME "avx512"
+#include "codec.inc"
+#undef DAF_WIDTH
+#undef DAF_ISA_NAME
+}  // namespace avx512
+}  // namespace daf
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+#endif  // DAF_X86
+
+namespace daf {
+namespace {
+
+// Best first.
+int available(const Kernels** found) {
+  int count = 0;
+#if DAF_X86
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    found[count++] = &avx512::KERNELS;
+  }
+  if (__builtin_cpu_supports("avx2")) found[count++] = &avx2::KERNELS;
+#endif
+  found[count++] = &baseline::KERNELS;
+  return count;
+}
+
+const Kernels* find(const char* name) {
+  const Kernels* found[3];
+  const int count = available(found);
+  if (!name) return found[0];
+  for (int i = 0; i < count; ++i) {
+    if (!std::strcmp(found[i]->isa, name)) return found[i];
+  }
+  return nullptr;
+}
+
+const Kernels* active = find(nullptr);
+
+Job make_job(const daf_layout* layout, int bits, int dtype, const int32_t* table,
+             const int64_t* pointers, int64_t pages_per_segment, int threads) {
+  int shift = 0;
+  while ((int64_t{1} << shift) < pages_per_segment) ++shift;
+  const Pages pages{table, pointers, shift, static_cast<int32_t>(pages_per_segment - 1)};
+  return {layout, layout->book, bits, static_cast<daf_dtype>(dtype), nullptr, nullptr, pages,
+          threads, {false}};
+}
+
+// The quantizer of a look-up table at `bits` bits.
+void derive(daf_book& book, int bits) {
+  const daf_codebook& source = book.book;
+  const auto code_of = [&](int cell) { return (source.lut ? source.lut[cell] : cell) >> (8 - bits); };
+  Steps& steps = book.steps[bits];
+  steps.base = static_cast<uint8_t>(code_of(0) << (8 - bits));
+  steps.count = 0;
+  bool regular = code_of(0) == 0;  // every code from 0 on, each one after the other
+  for (int cell = 1; cell < source.cells; ++cell) {
+    const int delta = code_of(cell) - code_of(cell - 1);
+    if (!delta) continue;
+    regular = regular && delta == 1;
+    if (steps.count < Steps::MAX) {
+      steps.cells[steps.count] = static_cast<int16_t>(cell);
+      steps.deltas[steps.count] = static_cast<int16_t>(delta * (1 << (8 - bits)));
+    }
+    ++steps.count;
+  }
+  if (bits <= COMPARE_BITS && regular && steps.count == (1 << bits) - 1) {
+    for (int i = 0; i < steps.count; ++i) book.thresholds[bits][i + 1] = steps.cells[i];
+    book.quantizer[bits] = Quantizer::COMPARE;
+  } else if (!source.lut) {
+    book.quantizer[bits] = Quantizer::IDENTITY;
+  } else {
+    book.quantizer[bits] = steps.count <= Steps::MAX ? Quantizer::STEPS : Quantizer::LOOKUP;
+  }
+}
+
+bool has_midpoints(const daf_codebook& book) {
+  for (int bits = 0; bits <= MAX_BITS; ++bits) {
+    for (int code = 0; code < 1 << bits; ++code) {
+      if (book.tables[bits][code] != (code + 0.5f) * (1.0f / (1 << bits))) return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+}  // namespace daf
+
+extern "C" {
+
+int daf_abi_version(void) { return DAF_ABI_VERSION; }
+
+const char* daf_isa(void) { return daf::active->isa; }
+
+int daf_use_isa(const char* name) {
+  const daf::Kernels* found = daf::find(name);
+  if (found) daf::active = found;
+  return found != nullptr;
+}
+
+const char* daf_threading(void) { return daf::threading(); }
+
+daf_book* daf_book_create(const daf_codebook* codebook) {
+  daf_book* book = new (std::nothrow) daf_book;
+  if (!book) return nullptr;
+  book->book = *codebook;
+  book->midpoints = daf::has_midpoints(*codebook);
+  for (int bits = 0; bits <= daf::MAX_BITS; ++bits) daf::derive(*book, bits);
+  return book;
+}
+
+void daf_book_destroy(daf_book* book) { delete book; }
+
+int daf_encode(const daf_layout* layout, int bits, int dtype, const void* x, const int32_t* table,
+               const int64_t* pointers, int64_t pages_per_segment, int threads) {
+  if (!layout->numel) return 1;
+  daf::Job job = daf::make_job(layout, bits, dtype, table, pointers, pages_per_segment, threads);
+  job.x = x;
+  return daf::active->encode(job);
+}
+
+int daf_decode(const daf_layout* layout, int bits, int dtype, void* out, const int32_t* table,
+               const int64_t* pointers, int64_t pages_per_segment, int threads) {
+  if (!layout->numel) return 1;
+  daf::Job job = daf::make_job(layout, bits, dtype, table, pointers, pages_per_segment, threads);
+  job.out = out;
+  return daf::active->decode(job);
+}
+
+}  // extern "C"
