@@ -1,0 +1,36 @@
+"""daf_hf: quantized, paged activations for fine-tuning within a memory budget."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .accounting import MemoryReport
+from .config import DAFConfig
+from .importance import register_importance
+from .loops import compress_activations
+from .refusal import BudgetError
+
+if TYPE_CHECKING:
+    from .callbacks import DAFCallback, attach
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BudgetError",
+    "DAFCallback",
+    "DAFConfig",
+    "MemoryReport",
+    "__version__",
+    "attach",
+    "compress_activations",
+    "register_importance",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # transformers is imported only by those who use its Trainer.
+    if name in ("DAFCallback", "attach"):
+        from . import callbacks
+
+        return getattr(callbacks, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -50,7 +50,7 @@ def normal() -> Codebook:
     edges = _cell_edges(-_HALF_WIDTH, _HALF_WIDTH)
     centre = (edges[1:] + edges[:-1]) / 2
     lut = (torch.sigmoid(0.98 * centre) * 256).floor().clamp(0, 255).to(torch.uint8)
-    lut[0], lut[-1] = 0, 255  # so that every code is used: the outer bins reach to infinity
+    lut[0], lut[-1] = (0, 255)  # so that every code is used: the outer bins reach to infinity
     density = torch.exp(-(edges**2) / 2) / math.sqrt(2 * math.pi)
     cumulative = torch.special.ndtr(edges)
 
@@ -125,13 +125,7 @@ def binary() -> Codebook:
     return Codebook("binary", Statistics.PAIR, 0.0, 0.0, 2, None, tables)
 
 
-_CODEBOOKS = {
-    "uniform": uniform,
-    "normal": normal,
-    "root": root,
-    "gelu": gelu,
-    "binary": binary,
-}
+_CODEBOOKS = {"uniform": uniform, "normal": normal, "root": root, "gelu": gelu, "binary": binary}
 
 
 @dataclass(frozen=True)

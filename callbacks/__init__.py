@@ -1,0 +1,5 @@
+"""Trainer callbacks."""
+
+from .trainer import DAFCallback, attach
+
+__all__ = ["DAFCallback", "attach"]

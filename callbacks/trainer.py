@@ -1,0 +1,181 @@
+"""daf_hf in a Hugging Face Trainer: one callback, or :func:`attach` for losses outside the model."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
+
+from daf_hf.accounting import MemoryReport
+from daf_hf.config import DAFConfig
+from daf_hf.plan_table import plan_table
+from daf_hf.session import Session
+
+logger = logging.getLogger("daf_hf")
+
+
+class DAFCallback(TrainerCallback):
+    """Compress the activations that training saves for backward, within a budget.
+
+    Args:
+        config: a :class:`daf_hf.DAFConfig`, a mapping, or the path of a JSON or YAML file.
+        **options: options by name; they replace those of ``config``.
+
+    Raises:
+        ValueError: for an unknown option or a bad value.
+
+    Example:
+        >>> callback = DAFCallback(budget_mb=300)
+        >>> Trainer(model, args, train_dataset=data, callbacks=[callback]).train()
+        >>> print(callback.report)
+    """
+
+    def __init__(self, config: Any = None, **options: Any) -> None:
+        self.config = DAFConfig.build(config, **options)
+        self._session: Session | None = None
+        self._optimizer: Any = None
+        self._report = MemoryReport(budget_bytes=self.config.budget_bytes)
+        self._covers_loss = False
+        self._shown = False
+
+    @property
+    def report(self) -> MemoryReport:
+        """What was held: so far while training, at the end after it."""
+        if self._session is not None:
+            self._report = self._session.report(self._optimizer)
+        return self._report
+
+    def set_budget(self, budget_mb: float) -> None:
+        """Change the budget, in MB of 10^6 bytes.
+
+        Raises:
+            ValueError: when it is not a positive number.
+        """
+        self.config = DAFConfig.build(self.config, budget_mb=budget_mb)
+        if self._session is not None:
+            self._session.set_budget(self.config.budget_mb)
+
+    @contextmanager
+    def loss_scope(self) -> Iterator[None]:
+        """Compress what a loss outside the model saves too; entered by :func:`attach`."""
+        if self._session is None or not torch.is_grad_enabled():
+            yield
+            return
+        with self._session.compressor.scope():
+            yield
+
+    # Events ------------------------------------------------------------------------------------
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._close()
+        _move_to_front(self)
+        if getattr(args, "label_smoothing_factor", 0) and not self._covers_loss:
+            logger.warning(
+                "daf_hf: label_smoothing_factor moves the loss out of the model, where a callback "
+                "cannot compress it; use daf_hf.attach(trainer, ...) instead of callbacks=[...]"
+            )
+        self._optimizer = kwargs.get("optimizer")
+        self._shown = False
+        self._session = Session(kwargs["model"], self.config)
+        self._session.install()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._session is not None:
+            self._session.begin_step(state.global_step)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._session is None:
+            return
+        self._session.end_step()
+        if not self._shown and state.is_world_process_zero:
+            self._shown = True
+            logger.warning("%s", plan_table(self._session))
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if self._session is None or logs is None or "loss" not in logs:
+            return
+        metrics = {name: value for name, value in self._session.metrics().items() if value == value}
+        logs.update(metrics)
+        if state.log_history:
+            state.log_history[-1].update(metrics)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._session is None:
+            return
+        self._optimizer = kwargs.get("optimizer", self._optimizer)
+        report = self.report
+        self._close()
+        if state.is_world_process_zero:
+            logger.info("%s", report)
+
+    def _close(self) -> None:
+        if self._session is not None:
+            self._session.remove()
+            self._session = None
+
+
+def attach(trainer: Trainer, config: Any = None, **options: Any) -> DAFCallback:
+    """Add a :class:`DAFCallback` to a trainer, covering losses outside the model too.
+
+    That is what label smoothing, ``compute_loss_func`` and an overridden ``compute_loss`` need.
+
+    Args:
+        trainer: the trainer, before ``train()``.
+        config, **options: as for :class:`DAFCallback`.
+
+    Returns:
+        The callback, for its ``report`` and ``set_budget``.
+
+    Raises:
+        ValueError: for bad options.
+    """
+    callback = DAFCallback(config, **options)
+    callback._covers_loss = True
+    original = trainer.compute_loss_context_manager
+
+    @contextmanager
+    def compute_loss_context_manager() -> Iterator[None]:
+        with original(), callback.loss_scope():
+            yield
+
+    trainer.compute_loss_context_manager = compute_loss_context_manager
+    trainer.add_callback(callback)
+    return callback
+
+
+def _move_to_front(callback: TrainerCallback) -> None:
+    """Be the first of the Trainer's callbacks.
+
+    A callback may add to what is logged, but only those behind it see the addition, and the
+    reporting integrations are put in front of the user's. Trainer hands a callback no reference
+    to the handler that calls it; the calling frame has one.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        handler = frame.f_locals.get("self")
+        if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
+            handler.callbacks.remove(callback)
+            handler.callbacks.insert(0, callback)
+            return
+        frame = frame.f_back

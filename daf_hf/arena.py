@@ -1,0 +1,315 @@
+"""The paged arena: pages, segments, the budget, and the order of demotion.
+
+Pages need not be adjacent, so there is no external fragmentation. The budget caps everything
+that is held for the backward pass: pages, page tables, and the exact bytes that others hold
+(:meth:`Arena.reserve_outside`). Segments are taken from the device as they are needed and given
+back when the budget shrinks or exact bytes need the room.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from sortedcontainers import SortedList
+
+from .kernels.format import PAGE_BYTES, Layout, PageSpace
+
+TABLE_ENTRY_BYTES = 4
+PAGE_COST = PAGE_BYTES + TABLE_ENTRY_BYTES
+"""Bytes that one page takes out of the budget: itself and its entry in a page table."""
+
+_SEGMENT_BYTES_MAX = 1 << 22
+_SEGMENT_BYTES_MIN = 1 << 16
+_SEGMENTS_PER_BUDGET = 16
+
+
+class Stored:
+    """One encoded activation: its layout, width and page table.
+
+    Attributes:
+        layout: how the table is divided.
+        bits: planes that are stored.
+        table: ``array('i')`` of page numbers.
+        widths: widths it may be demoted to, ascending; the first is its floor.
+        costs: ``costs[b]`` is the predicted cost of storing it at ``b`` bits (0..8).
+    """
+
+    __slots__ = ("__weakref__", "bits", "costs", "layout", "rank", "table", "widths")
+
+    def __init__(
+        self, layout: Layout, bits: int, widths: Sequence[int], costs: Sequence[float]
+    ) -> None:
+        self.layout = layout
+        self.bits = bits
+        self.widths = widths
+        self.costs = costs
+        self.table = array("i")
+        self.rank: tuple[float, int, Stored] | None = None
+
+    def lower(self) -> int | None:
+        """The next lower width, None at the floor."""
+        below = [width for width in self.widths if width < self.bits]
+        return below[-1] if below and self.layout.plane_pages else None
+
+    def demotion_score(self) -> float:
+        """Cost per page freed of demoting it by one width (inf at the floor)."""
+        lower = self.lower()
+        if lower is None:
+            return math.inf
+        pages = (self.bits - lower) * self.layout.plane_pages
+        return (self.costs[lower] - self.costs[self.bits]) / pages
+
+
+class Arena:
+    """Pages under a budget.
+
+    Not thread-safe: the caller holds a lock.
+
+    Args:
+        limit_bytes: the budget, or inf.
+        device: where segments live.
+    """
+
+    def __init__(self, limit_bytes: float, device: torch.device | str = "cpu") -> None:
+        self.limit_bytes = limit_bytes
+        self.device = torch.device(device)
+        target = limit_bytes / _SEGMENTS_PER_BUDGET if math.isfinite(limit_bytes) else math.inf
+        size = min(max(target, _SEGMENT_BYTES_MIN), _SEGMENT_BYTES_MAX)
+        self.space = PageSpace(1 << int(math.log2(size // PAGE_BYTES)))
+        self.outside_bytes = 0
+        self.reserved_bytes = 0
+        self.used_pages = 0
+        self.demotions = 0
+        self.demoted_pages = 0
+        self.stored_elements = 0
+        self.stored_bits = 0
+        self._free = array("i")
+        self._live: set[Stored] = set()
+        self._order: SortedList = SortedList()
+        self._serial = 0
+
+    # What is held ------------------------------------------------------------------------------
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of live pages and of their page tables."""
+        return self.used_pages * PAGE_COST
+
+    @property
+    def held_bytes(self) -> int:
+        """All bytes that count against the budget."""
+        return self.used_pages * PAGE_COST + self.outside_bytes
+
+    def fits(self, pages: int, outside: int = 0) -> bool:
+        """Whether so many more pages and outside bytes stay within the budget."""
+        return self.held_bytes + pages * PAGE_COST + outside <= self.limit_bytes
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    # Insertion and removal ---------------------------------------------------------------------
+
+    def insert(self, stored: Stored) -> bool:
+        """Give ``stored`` the pages of its width; False (and nothing done) without room."""
+        pages = stored.layout.pages(stored.bits)
+        if not self.fits(pages) or not self._grow_to(pages):
+            return False
+        if pages:
+            stored.table = self._free[-pages:]
+            del self._free[-pages:]
+            self.used_pages += pages
+        self._live.add(stored)
+        self.stored_elements += stored.layout.numel
+        self.stored_bits += stored.layout.numel * stored.bits
+        self._serial += 1
+        self._rank(stored)
+        return True
+
+    def remove(self, stored: Stored) -> None:
+        """Free the pages of ``stored``."""
+        if stored.rank is not None:
+            self._order.remove(stored.rank)
+            stored.rank = None
+        self._live.discard(stored)
+        self.stored_elements -= stored.layout.numel
+        self.stored_bits -= stored.layout.numel * stored.bits
+        self._give_back(stored, 0)
+
+    def reserve_outside(self, nbytes: int) -> bool:
+        """Count ``nbytes`` held outside the arena; False (and nothing done) without room."""
+        if not self.fits(0, nbytes):
+            return False
+        excess = self._footprint() + nbytes - self.limit_bytes
+        if excess > 0 and not self._release_segments(excess):
+            return False
+        self.outside_bytes += nbytes
+        return True
+
+    def release_outside(self, nbytes: int) -> None:
+        """Uncount what :meth:`reserve_outside` counted."""
+        self.outside_bytes -= nbytes
+
+    # Demotion ----------------------------------------------------------------------------------
+
+    def cheapest_demotion(self) -> float:
+        """Cost per page of the cheapest demotion of a live activation (inf: none is left)."""
+        return self._order[0][0] if self._order else math.inf
+
+    def demote_cheapest(self) -> None:
+        """Drop the planes whose loss costs least per page; their pages are free at once."""
+        score, _, stored = self._order.pop(0)
+        stored.rank = None
+        lower = stored.lower()
+        assert lower is not None, score
+        self.stored_bits -= stored.layout.numel * (stored.bits - lower)
+        self.demoted_pages += (stored.bits - lower) * stored.layout.plane_pages
+        stored.bits = lower
+        self._give_back(stored, stored.layout.pages(lower))
+        self.demotions += 1
+        self._rank(stored)
+
+    def _rank(self, stored: Stored) -> None:
+        score = stored.demotion_score()
+        if score < math.inf:
+            self._serial += 1
+            stored.rank = (score, self._serial, stored)
+            self._order.add(stored.rank)
+
+    def _give_back(self, stored: Stored, keep: int) -> None:
+        pages = stored.table[keep:]
+        del stored.table[keep:]
+        self._free.extend(pages)
+        self.used_pages -= len(pages)
+
+    # Budget and segments -----------------------------------------------------------------------
+
+    def set_limit(self, limit_bytes: float) -> bool:
+        """Change the budget: demote, move pages together, give segments back.
+
+        Returns:
+            False when what is live is above the new budget even at its floor; the budget is then
+            what is live, and the rest follows as activations are freed.
+        """
+        self.limit_bytes = limit_bytes
+        while self.held_bytes > limit_bytes and self._order:
+            self.demote_cheapest()
+        within = self.held_bytes <= limit_bytes
+        excess = self._footprint() - limit_bytes
+        if excess > 0:
+            self._release_segments(excess)
+        return within
+
+    def _footprint(self) -> int:
+        """Bytes taken from the device, page tables and outside bytes included."""
+        return self.reserved_bytes + self.used_pages * TABLE_ENTRY_BYTES + self.outside_bytes
+
+    def _grow_to(self, pages: int) -> bool:
+        """Have ``pages`` free pages, taking segments as needed."""
+        while len(self._free) < pages:
+            room = self.limit_bytes - self._footprint() - pages * TABLE_ENTRY_BYTES
+            size = int(min(self.space.pages_per_segment, room // PAGE_BYTES))
+            if size <= 0:
+                return False
+            self._add_segment(size)
+        return True
+
+    def _add_segment(self, size: int) -> None:
+        segment = torch.empty(size * PAGE_BYTES, dtype=torch.uint8, device=self.device)
+        space = self.space
+        index = next((i for i, s in enumerate(space.segments) if s is None), len(space.segments))
+        if index == len(space.segments):
+            space.segments.append(None)
+            space.pointers.append(0)
+        space.segments[index] = segment
+        space.pointers[index] = segment.data_ptr()
+        self.reserved_bytes += segment.numel()
+        first = index * space.pages_per_segment
+        # Low numbers last: the free list is a stack, and a segment is then used from its start.
+        self._free.extend(range(first + size - 1, first - 1, -1))
+
+    def _segment_sizes(self) -> np.ndarray:
+        return np.array(
+            [0 if s is None else s.numel() // PAGE_BYTES for s in self.space.segments], np.int64
+        )
+
+    def _release_segments(self, excess: float) -> bool:
+        """Give back at least ``excess`` bytes of segments, moving live pages together."""
+        per = self.space.pages_per_segment
+        sizes = self._segment_sizes()
+        free = np.array(self._free, np.int32)
+        free_of = np.bincount(free // per, minlength=len(sizes))
+        live_of = sizes - free_of
+        victims: list[int] = []
+        released, to_move, room = 0, 0, len(free)
+        for index in np.argsort(live_of, kind="stable"):
+            if released * PAGE_BYTES >= excess:
+                break
+            if not sizes[index]:
+                continue
+            if to_move + live_of[index] > room - free_of[index]:
+                break
+            victims.append(int(index))
+            released += int(sizes[index])
+            to_move += int(live_of[index])
+            room -= int(free_of[index])
+        if victims:
+            self._free = array("i", free[~np.isin(free // per, victims)].tobytes())
+            self._evacuate(victims)
+        return released * PAGE_BYTES >= excess
+
+    def _evacuate(self, victims: list[int]) -> None:
+        per = self.space.pages_per_segment
+        moved = np.arange(len(self.space.segments) * per, dtype=np.int32)
+        for stored in self._live:
+            table = np.frombuffer(stored.table, np.int32)
+            sources = table[np.isin(table // per, victims)]
+            if not len(sources):
+                continue
+            targets = np.array(self._free[-len(sources) :], np.int32)
+            del self._free[-len(sources) :]
+            self._copy_pages(sources, targets)
+            moved[sources] = targets
+            np.copyto(np.frombuffer(stored.table, np.int32), moved[table])
+        for index in victims:
+            segment = self.space.segments[index]
+            assert segment is not None
+            self.reserved_bytes -= segment.numel()
+            self.space.segments[index] = None
+            self.space.pointers[index] = 0
+
+    def _copy_pages(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        per = self.space.pages_per_segment
+        pairs = np.stack((sources // per, targets // per), 1)
+        for source, target in np.unique(pairs, axis=0):
+            here = (pairs[:, 0] == source) & (pairs[:, 1] == target)
+            index = [torch.from_numpy(ids[here] % per).long() for ids in (sources, targets)]
+            from_, to = self.space.segments[source], self.space.segments[target]
+            assert from_ is not None and to is not None
+            rows = from_.view(-1, PAGE_BYTES)[index[0].to(self.device)]
+            to.view(-1, PAGE_BYTES)[index[1].to(self.device)] = rows
+
+    def check(self) -> None:
+        """Assert the invariants: every page is owned once, and what is counted is what is held.
+
+        Linear in the number of pages; for tests.
+        """
+        owned = np.concatenate(
+            [np.array(self._free, np.int32)]
+            + [np.frombuffer(stored.table, np.int32).copy() for stored in self._live]
+        )
+        per = self.space.pages_per_segment
+        expected = np.concatenate(
+            [np.arange(size) + index * per for index, size in enumerate(self._segment_sizes())]
+            or [np.zeros(0, np.int64)]
+        )
+        assert np.array_equal(np.sort(owned), expected), "a page is lost or owned twice"
+        assert self.used_pages == sum(len(stored.table) for stored in self._live)
+        for stored in self._live:
+            assert len(stored.table) == stored.layout.pages(stored.bits)
+        ranked = {entry[2] for entry in self._order}
+        assert ranked == {s for s in self._live if s.demotion_score() < math.inf}
+        assert self.stored_bits == sum(s.layout.numel * s.bits for s in self._live)

@@ -1,0 +1,84 @@
+"""The size of a model's inputs, and smaller batches cut from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .sites import Batch
+
+MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features")
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def main_input(inputs: Inputs) -> Tensor | None:
+    """The tensor whose sizes are the batch's: by name, else the first there is."""
+    args, kwargs = inputs
+    for name in MAIN_INPUTS:
+        if isinstance(kwargs.get(name), Tensor):
+            return kwargs[name]
+    leaves = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    return next((leaf for leaf in leaves if leaf.dim()), None)
+
+
+def batch_of(inputs: Inputs) -> Batch:
+    """Examples and tokens of the inputs (one token where the main input is no sequence)."""
+    main = main_input(inputs)
+    if main is None:
+        return Batch(1)
+    integer_ids = main.dim() == 2 and not main.dtype.is_floating_point
+    embeddings = main.dim() == 3 and main.dtype.is_floating_point
+    return Batch(main.shape[0], main.shape[1] if integer_ids or embeddings else 1)
+
+
+def signature(inputs: Inputs) -> tuple[Any, ...]:
+    """Shapes of all input tensors: equal for inputs whose saved tensors have equal sizes."""
+    return tuple(tuple(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+
+
+def cut(inputs: Inputs, start: int, size: Batch) -> Inputs:
+    """``size.examples`` examples from ``start`` on, their first ``size.tokens`` tokens."""
+    whole = batch_of(inputs)
+
+    def part(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != whole.examples:
+            return leaf
+        leaf = leaf[start : start + size.examples]
+        if size.tokens < whole.tokens:
+            for dim in range(1, leaf.dim()):
+                if leaf.shape[dim] == whole.tokens:
+                    leaf = leaf.narrow(dim, 0, size.tokens)
+        return leaf
+
+    args, kwargs = tree_map(part, inputs)
+    return args, kwargs
+
+
+def scalar_loss(outputs: Any, seed: int) -> Tensor:
+    """The loss in a model's outputs; without one, a fixed random projection of the outputs.
+
+    Raises:
+        ValueError: when no output depends on anything that is trained.
+    """
+    loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
+    if isinstance(loss, Tensor) and loss.requires_grad:
+        return loss.float().mean()
+    tensors = [t for t in tree_leaves(_plain(outputs)) if isinstance(t, Tensor) and t.requires_grad]
+    if not tensors:
+        raise ValueError("no output of the model depends on a parameter that is trained")
+    if tensors[0].dim() == 0:
+        return tensors[0]
+    generator = torch.Generator().manual_seed(seed)
+    total = torch.zeros((), device=tensors[0].device)
+    for tensor in tensors:
+        weights = torch.randn(tensor.shape, generator=generator).to(tensor.device)
+        total = total + (tensor.float() * weights).sum()
+    return total
+
+
+def _plain(outputs: Any) -> Any:
+    return dict(outputs) if isinstance(outputs, dict) else outputs

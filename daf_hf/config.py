@@ -1,0 +1,201 @@
+"""Every option, validated where it enters."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ALLOCATORS = ("greedy", "uniform")
+BACKENDS = ("auto", "reference", "cpu")
+OVERFLOW = ("error", "spill")
+ALL_BITS = (0, 1, 2, 3, 4, 5, 6, 7, 8)
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class DAFConfig:
+    """Options of daf_hf.
+
+    Raises:
+        ValueError: for an unknown option or a bad value, naming the option, the value and what
+            is allowed.
+    """
+
+    budget_mb: float = _option(
+        math.inf,
+        "Hard cap, in MB of 10^6 bytes, on all bytes held for the backward pass. inf stores "
+        "everything exactly.",
+    )
+    bits: tuple[int, ...] = _option(
+        (0, 1, 2, 3, 4, 5, 6, 8), "Bit widths that the allocator may choose from."
+    )
+    importance: str | Callable[..., float] = _option(
+        "gradient",
+        "Importance metric: 'gradient', 'error', 'magnitude', a registered name, "
+        "'package.module:object', or a callable (site, probe) -> float.",
+    )
+    allocator: str = _option("greedy", "How bits are shared out: 'greedy' or 'uniform'.")
+    backend: str = _option("auto", "Kernels: 'auto', 'reference' (plain torch) or 'cpu' (native).")
+    on_overflow: str = _option(
+        "error",
+        "When even the fewest bits do not fit: 'error' refuses the budget in the first step (and "
+        "spills later on, so that a run is not lost); 'spill' goes to host memory (from an "
+        "accelerator) or to a temporary file (from a CPU) from the start.",
+    )
+    calibration_batch: int = _option(4, "Examples of a batch that a calibration probes.")
+    calibrate_at: tuple[int, ...] = _option(
+        (0, 20, 80), "Optimizer steps before which importances are measured."
+    )
+    recalibrate_every: int = _option(
+        0, "Measure again each so many steps after that; 0: only when the set of sites changes."
+    )
+    include: tuple[str, ...] = _option(
+        ("*",), "Patterns (fnmatch) of the modules whose saved tensors are compressed."
+    )
+    exclude: tuple[str, ...] = _option(
+        (), "Patterns (fnmatch) of the modules whose saved tensors are kept exactly."
+    )
+    seed: int = _option(0, "Seed of the calibration's own random numbers.")
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "budget_mb", check_budget(self.budget_mb))
+        put(self, "bits", self._bits())
+        put(self, "calibrate_at", _integers("calibrate_at", self.calibrate_at, 0))
+        put(self, "include", _patterns("include", self.include))
+        put(self, "exclude", _patterns("exclude", self.exclude))
+        _choice("allocator", self.allocator, ALLOCATORS)
+        _choice("backend", self.backend, BACKENDS)
+        _choice("on_overflow", self.on_overflow, OVERFLOW)
+        _integer("calibration_batch", self.calibration_batch, 1)
+        _integer("recalibrate_every", self.recalibrate_every, 0)
+        _integer("seed", self.seed, 0)
+        from .importance import (
+            resolve_importance,  # here: importance.py knows the config
+        )
+
+        resolve_importance(self.importance)
+
+    def _bits(self) -> tuple[int, ...]:
+        bits = _integers("bits", self.bits, 0)
+        if not bits or any(b not in ALL_BITS for b in bits):
+            raise ValueError(f"bits={self.bits!r}: use a non-empty selection of {ALL_BITS}")
+        return tuple(sorted(set(bits)))
+
+    @property
+    def budget_bytes(self) -> float:
+        """The budget in bytes (inf when there is none)."""
+        return self.budget_mb * 1e6
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> DAFConfig:
+        """A config from a mapping of options.
+
+        Raises:
+            ValueError: for an unknown option or a bad value.
+        """
+        known = [f.name for f in dataclasses.fields(cls)]
+        unknown = sorted(str(name) for name in options if name not in known)
+        if unknown:
+            raise ValueError(f"unknown option(s) {unknown}: the options are {known}")
+        return cls(**options)
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> DAFConfig:
+        """A config from a JSON or YAML file that holds one mapping.
+
+        Raises:
+            ValueError: for a file that is not such a mapping, or for bad options in it.
+            FileNotFoundError: when there is no such file.
+        """
+        text = Path(path).read_text(encoding="utf-8")
+        try:
+            options = json.loads(text) if str(path).endswith(".json") else yaml.safe_load(text)
+        except (json.JSONDecodeError, yaml.YAMLError) as error:
+            raise ValueError(f"{path} is not a JSON or YAML file: {error}") from error
+        if not isinstance(options, Mapping):
+            raise ValueError(f"{path} must hold a mapping of options, not {type(options).__name__}")
+        return cls.from_dict(options)
+
+    @classmethod
+    def build(cls, config: Any = None, **options: Any) -> DAFConfig:
+        """A config from what users pass: a config, a mapping, a file's path, keyword options.
+
+        Keyword options replace those of ``config``.
+
+        Raises:
+            ValueError: for anything else, and for unknown or bad options.
+        """
+        if config is None:
+            return cls.from_dict(options)
+        if isinstance(config, (str, os.PathLike)):
+            config = cls.from_file(config)
+        if isinstance(config, Mapping):
+            return cls.from_dict({**config, **options})
+        if not isinstance(config, cls):
+            raise ValueError(
+                f"config={config!r}: use a DAFConfig, a mapping of options, the path of a JSON or "
+                "YAML file, or keyword options such as budget_mb=300"
+            )
+        return cls.from_dict({**config.to_dict(), **options})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options by name (``importance`` as it was given)."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+
+def check_budget(value: Any) -> float:
+    """``value`` as a budget in MB: a positive number or inf (also as text).
+
+    Raises:
+        ValueError: naming the option and what is allowed.
+    """
+    message = f"budget_mb={value!r}: use a positive number of MB (10^6 bytes), or inf"
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError(message)
+    try:
+        number = float(value)
+    except ValueError:
+        raise ValueError(message) from None
+    if not number > 0:
+        raise ValueError(message)
+    return number
+
+
+def _integer(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r}: use an integer of at least {least}")
+    return value
+
+
+def _integers(name: str, values: Any, least: int) -> tuple[int, ...]:
+    if isinstance(values, (str, Mapping)) or not isinstance(values, Iterable):
+        raise ValueError(f"{name}={values!r}: use a list of integers")
+    return tuple(_integer(name, value, least) for value in values)
+
+
+def _patterns(name: str, values: Any) -> tuple[str, ...]:
+    if isinstance(values, str):
+        return (values,)
+    if not isinstance(values, Iterable) or isinstance(values, Mapping):
+        raise ValueError(f"{name}={values!r}: use a module name pattern or a list of them")
+    values = tuple(values)
+    if not all(isinstance(value, str) for value in values):
+        raise ValueError(f"{name}={values!r}: use module name patterns such as '*.attention.*'")
+    return values
+
+
+def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}: use one of {list(allowed)}")

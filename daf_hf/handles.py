@@ -1,0 +1,204 @@
+"""What autograd keeps in place of a saved tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .refusal import Refusal
+from .spill import SpillFile
+
+_EMPTY: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+
+class Lease:
+    """Calls ``end(what)`` once, when the last reference to it goes."""
+
+    __slots__ = ("_end", "_what")
+
+    def __init__(self, end: Callable[[Any], None], what: Any) -> None:
+        self._end = end
+        self._what = what
+
+    def __del__(self) -> None:
+        self._end(self._what)
+
+
+class Version:
+    """Notices in-place changes of a saved tensor, as plain autograd does.
+
+    A detached alias shares the version counter of its source; giving it empty data lets go of
+    the source's memory but not of the counter.
+    """
+
+    __slots__ = ("_counter", "_shape", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        key = (tensor.dtype, tensor.device)
+        empty = _EMPTY.get(key)
+        if empty is None:
+            empty = _EMPTY[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._counter = tensor.detach()
+        self._counter.data = empty
+        self._shape = tensor.shape
+        self._version = tensor._version
+
+    def check(self) -> None:
+        """Raise if the tensor was changed.
+
+        Raises:
+            RuntimeError: as autograd would.
+        """
+        if self._counter._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a saved tensor of shape {tuple(self._shape)} is at version "
+                f"{self._counter._version}; expected version {self._version} instead"
+            )
+
+
+class Handle:
+    """One saved tensor. ``restore()`` gives it back with its shape, strides and dtype."""
+
+    __slots__ = ("lease", "version")
+
+    def __init__(self, tensor: Tensor, lease: Any = None) -> None:
+        self.version = None if tensor.is_inference() else Version(tensor)
+        self.lease = lease
+
+    def restore(self) -> Tensor:
+        if self.version is not None:
+            self.version.check()
+        return self._restore()
+
+    def _restore(self) -> Tensor:
+        raise NotImplementedError
+
+
+class Kept(Handle):
+    """The tensor itself, detached (an operation's own output would be an uncollectable cycle)."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor, lease: Any = None) -> None:
+        super().__init__(tensor, lease)
+        self.tensor = tensor.detach()
+
+    def _restore(self) -> Tensor:
+        return self.tensor
+
+
+class Recast(Handle):
+    """A low-precision copy of a parameter: cast again from the parameter, to the same bits."""
+
+    __slots__ = ("dtype", "parameter", "shape", "stride")
+
+    def __init__(self, tensor: Tensor, parameter: Tensor, lease: Lease) -> None:
+        super().__init__(parameter, lease)
+        self.parameter = parameter.detach()
+        self.dtype, self.shape, self.stride = (tensor.dtype, tensor.shape, tensor.stride())
+
+    def _restore(self) -> Tensor:
+        flat = flatten(self.parameter, self.parameter.numel()).to(self.dtype)
+        return flat.as_strided(self.shape, self.stride)
+
+
+class Physical:
+    """The elements behind one or more handles, stored once.
+
+    Attributes:
+        site: the save site that stored them.
+        private: only this site's own consumers may read what is restored.
+    """
+
+    __slots__ = ("__weakref__", "lease", "private", "site")
+
+    def __init__(self, site: Any, lease: Lease | None = None, private: bool = False) -> None:
+        self.site = site
+        self.lease = lease
+        self.private = private
+
+    def flat(self) -> Tensor:
+        """The elements as a contiguous 1-D tensor."""
+        raise NotImplementedError
+
+
+class Copy(Physical):
+    """Elements held exactly."""
+
+    __slots__ = ("elements",)
+
+    def __init__(self, site: Any, elements: Tensor, lease: Lease) -> None:
+        super().__init__(site, lease)
+        self.elements = elements
+
+    def flat(self) -> Tensor:
+        return self.elements
+
+
+class Spilled(Physical):
+    """Elements in host memory (of an accelerator) or in a file (of a CPU)."""
+
+    __slots__ = ("device", "dtype", "host", "numel", "offset", "spill")
+
+    def __init__(self, site: Any, flat: Tensor, spill: SpillFile) -> None:
+        self.numel, self.dtype, self.device = flat.numel(), flat.dtype, flat.device
+        self.spill = spill
+        self.host: Tensor | None = None
+        lease = None
+        if flat.device.type == "cpu":
+            self.offset = spill.write(flat)
+            lease = Lease(spill.forget, self.offset)
+        else:
+            self.host = flat.cpu()
+        super().__init__(site, lease)
+
+    def flat(self) -> Tensor:
+        if self.host is not None:
+            return self.host.to(self.device)
+        out = torch.empty(self.numel, dtype=self.dtype)
+        self.spill.read(self.offset, out)
+        return out
+
+
+class Refused(Physical):
+    """Elements that there was no room for: restoring them raises."""
+
+    __slots__ = ("refusal",)
+
+    def __init__(self, site: Any, refusal: Refusal) -> None:
+        super().__init__(site)
+        self.refusal = refusal
+
+    def flat(self) -> Tensor:
+        raise self.refusal.error()
+
+
+class View(Handle):
+    """A handle on a :class:`Physical` with the tensor's own shape and strides."""
+
+    __slots__ = ("physical", "shape", "stride")
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        shape: torch.Size,
+        stride: tuple[int, ...],
+        physical: Physical,
+        lease: Lease,
+    ) -> None:
+        super().__init__(tensor, lease)
+        self.physical = physical
+        self.shape = shape
+        self.stride = stride
+
+    def _restore(self) -> Tensor:
+        return self.physical.flat().as_strided(self.shape, self.stride)
+
+
+def flatten(tensor: Tensor, extent: int) -> Tensor:
+    """The ``extent`` elements of memory from the tensor's first one, as a 1-D view."""
+    return tensor.detach().as_strided((extent,), (1,))

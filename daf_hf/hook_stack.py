@@ -1,0 +1,33 @@
+"""The thread's stack of saved-tensors hooks, entered and left without touching others' entries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Hooks = tuple[Callable[..., Any], Callable[..., Any]]
+
+_autograd = torch._C._autograd
+
+
+def push_hooks(hooks: Hooks) -> None:
+    """Put ``hooks`` on top of this thread's stack.
+
+    Raises:
+        RuntimeError: where torch forbids saved-tensors hooks (inside torch.func transforms).
+    """
+    _autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+def pop_hooks(hooks: Hooks) -> None:
+    """Take ``hooks`` off the stack, wherever they are; others' entries keep their order."""
+    above: list[Hooks] = []
+    while (top := _autograd._top_saved_tensors_default_hooks(False)) is not None:
+        _autograd._pop_saved_tensors_default_hooks()
+        if top[0] == hooks[0]:
+            break
+        above.append(top)
+    for other in reversed(above):
+        push_hooks(other)

@@ -1,0 +1,80 @@
+"""Compression in plain training loops."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from .accounting import MemoryReport
+from .config import DAFConfig
+from .session import Session
+
+_SESSIONS: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
+
+
+class compress_activations:
+    """Compress what autograd saves inside the ``with`` block: forward passes and losses.
+
+    Usable around each micro-batch (what was learnt is kept with the model) or around the whole
+    loop. Call :meth:`step` after each optimizer step; without it, everything counts as the first
+    step: importances are measured once and an infeasible budget is always refused.
+
+    Args:
+        model: the module whose calls are compressed.
+        config: a :class:`DAFConfig`, a mapping, or the path of a JSON or YAML file.
+        **options: options by name; they replace those of ``config``.
+
+    Raises:
+        ValueError: for bad options, or a model with nothing to train.
+
+    Example:
+        >>> with compress_activations(model, budget_mb=300) as daf:
+        ...     for batch in loader:
+        ...         model(**batch).loss.backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        ...         daf.step()
+    """
+
+    def __init__(self, model: nn.Module, config: Any = None, **options: Any) -> None:
+        built = DAFConfig.build(config, **options)
+        session = _SESSIONS.get(model)
+        if session is None or dataclasses.asdict(session.config) != dataclasses.asdict(built):
+            session = _SESSIONS[model] = Session(model, built)
+        self._session = session
+        self._scope: Any = None
+
+    def __enter__(self) -> compress_activations:
+        self._session.install()
+        self._scope = self._session.compressor.scope()
+        self._scope.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self._scope.__exit__(kind, error, traceback)
+        finally:
+            self._session.remove()
+
+    def step(self) -> None:
+        """An optimizer step was made."""
+        self._session.end_step()
+        self._session.begin_step(self._session.step + 1)
+
+    def set_budget(self, budget_mb: float) -> None:
+        """Change the budget; see :meth:`daf_hf.DAFCallback.set_budget`."""
+        self._session.set_budget(budget_mb)
+
+    @property
+    def report(self) -> MemoryReport:
+        """What was held so far."""
+        return self._session.report()

@@ -1,0 +1,52 @@
+"""A budget that cannot be met: how much would do, and the error that says so."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+
+class BudgetError(RuntimeError):
+    """The budget cannot be met even with the fewest bits."""
+
+
+class Refusal:
+    """Adds up, through the rest of a forward pass, the least bytes that would have been needed.
+
+    From the first tensor that finds no room nothing more is stored; each is only counted.
+    """
+
+    def __init__(self) -> None:
+        self.limit_bytes = math.inf
+        self.least_bytes = 0
+        self._started = False
+        self._sites: Counter[str] = Counter()
+
+    def __bool__(self) -> bool:
+        return self._started
+
+    def begin(self, limit_bytes: float, held_bytes: int) -> None:
+        """Start from what is held, all of it at its floor."""
+        self._started = True
+        self.limit_bytes = limit_bytes
+        self.least_bytes = held_bytes
+
+    def add(self, site: str, nbytes: int) -> None:
+        """A tensor that needs ``nbytes`` at the least."""
+        self.least_bytes += nbytes
+        self._sites[site] += nbytes
+
+    def error(self) -> BudgetError:
+        """The error for the user."""
+        largest = ", ".join(
+            f"{name} ({nbytes / 1e6:.2f} MB)" for name, nbytes in self._sites.most_common(5)
+        )
+        # Rounded up, so that the number named does.
+        least = math.ceil(self.least_bytes / 1e4) / 100
+        return BudgetError(
+            f"budget_mb={self.limit_bytes / 1e6:g} is too small for this batch even with the "
+            f"fewest bits: the least that would do is budget_mb={least:.2f}. Largest at their "
+            f"fewest bits among what found no room: {largest}. Ways out: a larger budget_mb, a "
+            "smaller batch or shorter sequences, fewer bits allowed (bits=...), gradient "
+            'checkpointing, or on_overflow="spill".'
+        )

@@ -1,0 +1,481 @@
+"""Pack and unpack: what happens to every tensor that autograd saves.
+
+The way of a tensor: site -> exact paths -> codec -> kernel -> pages, and back. Nothing here
+decides on bits; that is the plan's part (:mod:`daf_hf.planning`).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from time import perf_counter
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .accounting import Ledger
+from .arena import PAGE_COST, Arena, Stored
+from .codecs import BINARY, GENERAL, Codec
+from .config import DAFConfig
+from .handles import Copy, Handle, Kept, Lease, Physical, Recast, Refused, Spilled, View, flatten
+from .hook_stack import pop_hooks, push_hooks
+from .kernels import get_backend
+from .refusal import BudgetError, Refusal
+from .sites import SaveSite, SiteTracker
+from .spill import SpillFile
+
+SMALLEST_BYTES = 4096
+"""Tensors below this are kept exactly."""
+
+COMPRESSIBLE = (torch.float32, torch.bfloat16, torch.float16)
+UNPLANNED_BITS = 4
+UNPLANNED_COSTS = tuple(4.0**-bits for bits in range(9))
+"""Width and costs for sites that no plan knows yet (a tensor's own energy counts 1)."""
+
+
+@lru_cache(maxsize=65536)
+def geometry(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, int, bool]:
+    """Extent in memory, column dimension, and whether the extent is all there is to store.
+
+    The extent of an expanded tensor is that of what was expanded; that of a slice with gaps is
+    larger than its elements, and the slice must be copied together first.
+    """
+    extent, elements, column = 1, 1, -1
+    for index, (size, step) in enumerate(zip(shape, stride, strict=True)):
+        if size == 0:
+            return 0, -1, True
+        extent += (size - 1) * step
+        if step:
+            elements *= size
+        if step == 1 and size > 1:
+            column = index
+    return extent, column, extent <= elements
+
+
+class Pages(Physical):
+    """Elements in the arena."""
+
+    __slots__ = ("compressor", "dtype", "stored")
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        site: SaveSite,
+        stored: Stored,
+        codec: Codec,
+        dtype: torch.dtype,
+        lease: Lease,
+    ) -> None:
+        super().__init__(site, lease, codec.private)
+        self.compressor = compressor
+        self.stored = stored
+        self.dtype = dtype
+
+    def flat(self) -> Tensor:
+        if self.private:
+            self._check_consumer()
+        return self.compressor.decode(self.stored, self.dtype)
+
+    def _check_consumer(self) -> None:
+        node = torch._C._current_autograd_node()
+        site = self.site
+        if node is not None and not any(c.startswith(f"{node.name()}.") for c in site.consumers):
+            raise RuntimeError(
+                f"{node.name()} reads the tensor saved at {site.name}, which calibration saw read "
+                f"by {site.consumer} alone. The model's graph changed in a way that daf_hf cannot "
+                f"follow; exclude={[site.module]!r} stores it exactly."
+            )
+
+
+class Compressor:
+    """The saved-tensors hooks of one model, and all that they hold.
+
+    Args:
+        model: the model; its parameters and buffers are never stored.
+        config: the options.
+
+    Attributes:
+        arena, ledger, tracker, backend: the parts.
+        lock: held while the arena changes.
+        refuses: an overflow is refused (:class:`BudgetError`) rather than spilled.
+        unplanned: sites seen since the last calibration that no plan knows.
+    """
+
+    def __init__(self, model: nn.Module, config: DAFConfig) -> None:
+        self._model = weakref.ref(model)
+        self.config = config
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.backend = get_backend(config.backend, self.device)
+        self.arena = Arena(config.budget_bytes, self.device)
+        self.ledger = Ledger()
+        self.tracker = SiteTracker(model, config.include, config.exclude)
+        self.refuses = config.on_overflow == "error"
+        self.refusal = Refusal()
+        self.unplanned: set[SaveSite] = set()
+        self.lock = threading.Lock()
+        self._hooks = (self._pack, self._unpack)
+        self._local = threading.local()
+        self._parameters: frozenset[int] = frozenset()
+        self._physicals: dict[tuple[Any, ...], weakref.ref[Physical]] = {}
+        self._spill = SpillFile()
+        self._graveyard: deque[tuple[Callable[[Any], None], Any]] = deque()
+        self._end_save = self._later(self.ledger.unsave)
+        self._end_outside = self._later(self.arena.release_outside)
+        self._end_pages = self._later(self.arena.remove)
+        self._end_exact = self._later(self._unhold)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model.
+
+        Raises:
+            ReferenceError: when it is gone.
+        """
+        model = self._model()
+        if model is None:
+            raise ReferenceError("the model that daf_hf compressed is gone")
+        return model
+
+    # The hooks' scope --------------------------------------------------------------------------
+
+    @property
+    def active(self) -> bool:
+        """Whether this thread is inside :meth:`scope`."""
+        return getattr(self._local, "depth", 0) > 0
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Compress what autograd saves inside, in this thread."""
+        self.learn_parameters()
+        calls = self.tracker.start()
+        push_hooks(self._hooks)
+        self._local.depth = getattr(self._local, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            self._local.depth -= 1
+            pop_hooks(self._hooks)
+            self.tracker.finish(calls)
+
+    def learn_parameters(self) -> None:
+        """Learn the storages of the model's parameters and buffers."""
+        storages = set()
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            with suppress(NotImplementedError, RuntimeError):  # subclasses without a storage
+                storages.add(tensor.untyped_storage()._cdata)
+        self._parameters = frozenset(storages)
+
+    def is_parameter(self, storage: torch.UntypedStorage) -> bool:
+        """Whether this is the storage of a parameter or buffer of the model."""
+        return storage._cdata in self._parameters
+
+    def held_bytes(self) -> int:
+        """All bytes held for backward now."""
+        with self.lock:
+            self._bury()
+            return self.arena.held_bytes
+
+    def set_limit(self, limit_bytes: float) -> bool:
+        """Change the budget; False when what is live stays above it for now."""
+        with self.lock:
+            self._bury()
+            return self.arena.set_limit(limit_bytes)
+
+    # Pack and unpack ---------------------------------------------------------------------------
+
+    def _pack(self, tensor: Tensor) -> Handle:
+        began = perf_counter()
+        kernels = self.ledger.kernel_seconds
+        frame = sys._getframe(1)
+        with self.lock:
+            self._bury()
+            handle = self._save(tensor, frame)
+            ledger, arena = self.ledger, self.arena
+            ledger.observe(
+                arena.held_bytes, arena.outside_bytes, arena.stored_elements, arena.stored_bits
+            )
+            ledger.hook_seconds += perf_counter() - began - (ledger.kernel_seconds - kernels)
+        return handle
+
+    def _unpack(self, handle: Handle) -> Tensor:
+        began = perf_counter()
+        kernels = self.ledger.kernel_seconds
+        tensor = handle.restore()
+        ledger = self.ledger
+        ledger.hook_seconds += perf_counter() - began - (ledger.kernel_seconds - kernels)
+        return tensor
+
+    def decode(self, stored: Stored, dtype: torch.dtype) -> Tensor:
+        """The elements of ``stored`` as a new flat tensor."""
+        out = torch.empty(stored.layout.numel, dtype=dtype, device=self.arena.device)
+        with self.lock:
+            began = perf_counter()
+            self.backend.decode(out, stored.layout, stored.bits, stored.table, self.arena.space)
+            self.ledger.kernel_seconds += perf_counter() - began
+        return out
+
+    def _save(self, tensor: Tensor, frame: FrameType) -> Handle:
+        if not is_ordinary(tensor):
+            self.ledger.count("not_understood")
+            return Kept(tensor, self._outside_lease(tensor))
+        storage = tensor.untyped_storage()
+        cdata = storage._cdata
+        if cdata in self._parameters:
+            return Kept(tensor)
+        if torch._C._current_graph_task_id() != -1:
+            # Saved by a checkpoint that recomputes in backward: read at once, then gone.
+            self.ledger.count("recomputed")
+            return Kept(tensor)
+        site = self.tracker.site(frame, type(tensor.grad_fn))
+        site.shape, site.dtype = tensor.shape, tensor.dtype
+        first = self.ledger.save(cdata, storage)
+        site.nbytes = storage.nbytes() if first else 0
+        lease = Lease(self._end_save, cdata)
+        if math.isinf(self.arena.limit_bytes):
+            self.arena.outside_bytes += self.ledger.hold_exactly(cdata)
+            lease = (lease, Lease(self._end_exact, cdata))
+            return Kept(tensor, lease)
+        parameter = self.recast_of(tensor)
+        if parameter is not None:
+            return Recast(tensor, parameter, lease)
+        return self._store(tensor, site, cdata, lease)
+
+    def _store(self, tensor: Tensor, site: SaveSite, cdata: int, lease: Lease) -> Handle:
+        """Store the elements once, however many saved tensors are views of them."""
+        shape, stride = tensor.shape, tensor.stride()
+        extent, column, whole = geometry(shape, stride)
+        version = -1 if tensor.is_inference() else tensor._version
+        key = (cdata, tensor.storage_offset(), tensor.dtype, version, extent)
+        if not whole:
+            key = (*key, shape, stride)
+        reference = self._physicals.get(key)
+        physical = reference() if reference is not None else None
+        if physical is None or (physical.private and physical.site is not site):
+            source = tensor if whole else tensor.detach().contiguous()
+            if not whole:
+                extent, column, _ = geometry(shape, source.stride())
+            flat = flatten(source, extent)
+            cols = columns(shape, column, extent)
+            physical = self._place(flat, cols, site, cdata, whole)
+            self._physicals[key] = weakref.ref(physical, self._forget(key))
+        if not whole:
+            stride = contiguous_stride(shape)
+        return View(tensor, shape, stride, physical, lease)
+
+    def _forget(self, key: tuple[Any, ...]) -> Callable[[Any], None]:
+        physicals = self._physicals
+
+        def forget(reference: Any) -> None:
+            if physicals.get(key) is reference:
+                del physicals[key]
+
+        return forget
+
+    # Placement ---------------------------------------------------------------------------------
+
+    def _place(self, flat: Tensor, cols: int, site: SaveSite, cdata: int, whole: bool) -> Physical:
+        """Store ``flat``: in one plane without loss, as planned, or exactly."""
+        if self.wants_pages(flat, site):
+            if not site.known:
+                self.unplanned.add(site)
+            option = site.option
+            if site.two_valued or (option is None and may_be_two_valued(flat)):
+                binary = Stored(BINARY.layout(flat.numel(), cols, 1), 1, (1,), ())
+                physical = self._encode(flat, site, binary, BINARY)
+                if physical is not None:
+                    return physical
+            if flat.dtype is not torch.bool and (option is None or option.codec is not None):
+                physical = self._encode(flat, site, *self._planned(flat, cols, site))
+                if physical is not None:
+                    return physical
+        return self._hold(flat, cols, site, cdata, whole)
+
+    def wants_pages(self, flat: Tensor, site: SaveSite) -> bool:
+        """Whether a tensor may be encoded at all."""
+        return (
+            site.compressible
+            and flat.nbytes >= SMALLEST_BYTES
+            and (flat.dtype in COMPRESSIBLE or flat.dtype is torch.bool)
+        )
+
+    def _planned(self, flat: Tensor, cols: int, site: SaveSite) -> tuple[Stored, Codec]:
+        option, allowed = site.option, self.config.bits
+        if option is None or option.codec is None or option.bits is None:
+            codec, costs = GENERAL, UNPLANNED_COSTS
+            bits = max((b for b in allowed if b <= UNPLANNED_BITS), default=allowed[0])
+        else:
+            codec, bits, costs = option.codec, option.bits, option.costs
+        return Stored(codec.layout(flat.numel(), cols, bits), bits, allowed, costs), codec
+
+    def _encode(
+        self, flat: Tensor, site: SaveSite, stored: Stored, codec: Codec
+    ) -> Physical | None:
+        """Encode into pages; None when the codec cannot represent the elements."""
+        if self.refusal or not self._make_room(stored):
+            return self._overflow(flat, site, stored.layout.pages(stored.bits) * PAGE_COST)
+        began = perf_counter()
+        done = self.backend.encode(flat, stored.layout, stored.bits, stored.table, self.arena.space)
+        self.ledger.kernel_seconds += perf_counter() - began
+        if not done:
+            self.arena.remove(stored)
+            if not codec.lossless:
+                self.ledger.count("not_finite")
+            return None
+        return Pages(self, site, stored, codec, flat.dtype, Lease(self._end_pages, stored))
+
+    def _make_room(self, stored: Stored) -> bool:
+        """Insert ``stored``, demoting whatever costs least per page: the live ones or itself."""
+        arena = self.arena
+        while not arena.insert(stored):
+            own, live = stored.demotion_score(), arena.cheapest_demotion()
+            if own <= live:
+                lower = stored.lower()
+                if lower is None:
+                    return False
+                stored.bits = lower
+            else:
+                arena.demote_cheapest()
+        return True
+
+    def _hold(self, flat: Tensor, cols: int, site: SaveSite, cdata: int, whole: bool) -> Physical:
+        """Hold exactly: the storage itself where that costs no more than a copy."""
+        ledger = self.ledger
+        shared = whole and (
+            ledger.is_held_exactly(cdata) or ledger.storage_bytes(cdata) <= flat.nbytes
+        )
+        needed = ledger.hold_exactly(cdata) if shared else flat.nbytes
+        if not self.refusal and self._reserve(needed):
+            if shared:
+                return Copy(site, flat, Lease(self._end_exact, cdata))
+            return Copy(site, flat.clone() if whole else flat, Lease(self._end_outside, needed))
+        if shared:
+            ledger.release_exactly(cdata)
+        if flat.dtype in COMPRESSIBLE and self.wants_pages(flat, site):
+            physical = self._encode(flat, site, *self._planned(flat, cols, site))
+            if physical is not None:
+                return physical
+        return self._overflow(flat, site, needed)
+
+    def _reserve(self, nbytes: int) -> bool:
+        """Count exact bytes, demoting live activations as far as it takes."""
+        while not self.arena.reserve_outside(nbytes):
+            if math.isinf(self.arena.cheapest_demotion()):
+                return False
+            self.arena.demote_cheapest()
+        return True
+
+    def _overflow(self, flat: Tensor, site: SaveSite, needed: int) -> Physical:
+        """What to do with elements that have no room even at the fewest bits."""
+        if not self.refuses:
+            self.ledger.count("spilled")
+            return Spilled(site, flat, self._spill)
+        if not self.refusal:
+            self.refusal.begin(self.arena.limit_bytes, self.arena.held_bytes)
+        self.refusal.add(site.name, needed)
+        return Refused(site, self.refusal)
+
+    def take_refusal(self) -> BudgetError | None:
+        """The error that a forward pass without enough room ends in; None when it had enough."""
+        with self.lock:
+            refusal, self.refusal = self.refusal, Refusal()
+        return refusal.error() if refusal else None
+
+    def recast_of(self, tensor: Tensor) -> Tensor | None:
+        """The parameter of the current module of which ``tensor`` is a low-precision copy."""
+        if tensor.dtype not in (torch.bfloat16, torch.float16):
+            return None
+        extent, _, whole = geometry(tensor.shape, tensor.stride())
+        for parameter in self.tracker.current_module()._parameters.values():
+            if (
+                whole
+                and parameter is not None
+                and parameter.numel() == extent
+                and parameter.dtype is torch.float32
+                and parameter.is_contiguous()
+                and torch.equal(
+                    flatten(parameter, extent).to(tensor.dtype), flatten(tensor, extent)
+                )
+            ):
+                return parameter
+        return None
+
+    # Ends --------------------------------------------------------------------------------------
+
+    def _later(self, end: Callable[[Any], None]) -> Callable[[Any], None]:
+        """``end``, run now if the lock is free, else by the next holder of it.
+
+        Handles die wherever Python drops them, also in a garbage collection while the arena is
+        being changed.
+        """
+        lock, graveyard = self.lock, self._graveyard
+
+        def finish(what: Any) -> None:
+            if lock.acquire(blocking=False):
+                try:
+                    end(what)
+                finally:
+                    lock.release()
+            else:
+                graveyard.append((end, what))
+
+        return finish
+
+    def _bury(self) -> None:
+        while self._graveyard:
+            end, what = self._graveyard.popleft()
+            end(what)
+
+    def _unhold(self, cdata: int) -> None:
+        self.arena.release_outside(self.ledger.release_exactly(cdata))
+
+    def _outside_lease(self, tensor: Tensor) -> Lease | None:
+        """Count a tensor that is not understood by its own word."""
+        try:
+            nbytes = int(tensor.nbytes)
+        except (NotImplementedError, RuntimeError, TypeError):
+            return None
+        self.arena.outside_bytes += nbytes
+        return Lease(self._end_outside, nbytes)
+
+
+def columns(shape: tuple[int, ...], column: int, numel: int) -> int:
+    """Elements of the dimension whose neighbours are adjacent in memory (1 where it is none)."""
+    size = shape[column] if column >= 0 else 1
+    return size if size and numel % size == 0 else 1
+
+
+def is_ordinary(tensor: Tensor) -> bool:
+    """Whether a tensor is a plain strided one with memory of its own."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_meta
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
+
+
+def may_be_two_valued(flat: Tensor) -> bool:
+    """Whether the first elements have at most two values."""
+    sample = flat[:256]
+    others = sample[sample != sample[0]]
+    return others.numel() == 0 or bool((others == others[0]).all())
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))

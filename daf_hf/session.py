@@ -1,0 +1,274 @@
+"""One model under compression: its forward wrapped, calibrated, planned and accounted for."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from .accounting import MemoryReport, ResidentPeak, SiteReport
+from .arena import PAGE_COST
+from .batches import Inputs, batch_of, signature
+from .calibration import Calibration, CalibrationError
+from .config import DAFConfig, check_budget
+from .host_memory import tune_malloc
+from .planning import Plan, Planner
+from .saved_tensors import Compressor
+
+logger = logging.getLogger("daf_hf")
+
+
+class Session:
+    """Compression of one model's saved tensors.
+
+    Args:
+        model: the root module whose forward passes are compressed.
+        config: the options.
+
+    Raises:
+        ValueError: when the model has no parameter that is trained.
+    """
+
+    def __init__(self, model: nn.Module, config: DAFConfig) -> None:
+        if not any(p.requires_grad for p in model.parameters()):
+            raise ValueError(
+                "the model has no parameter with requires_grad=True: nothing is saved for "
+                "backward, so there is nothing to compress. Add an adapter (peft.get_peft_model) "
+                "or unfreeze parameters first."
+            )
+        self.config = config
+        self.compressor = Compressor(model, config)
+        self.planner = Planner(self.compressor)
+        self.installed = False
+        self.step = 0
+        self.last_plan: Plan | None = None
+        self._restore: Callable[[], None] | None = None
+        self._calibrated_at: int | None = None
+        self._steps_here = 0
+        self._resident = ResidentPeak()
+        tune_malloc()
+
+    # Installing --------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Wrap the model's forward and follow its submodules' calls; see :meth:`remove`."""
+        if self.installed:
+            return
+        model, session = self.compressor.model, weakref.ref(self)
+        own = model.__dict__.get("forward")
+        original = model.forward
+
+        @functools.wraps(original)
+        @torch.compiler.disable(recursive=False)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            this = session()
+            if this is None or not this.installed or not torch.is_grad_enabled():
+                return original(*args, **kwargs)
+            return this.run_forward(original, args, kwargs)
+
+        def restore() -> None:
+            # Somebody may have wrapped the wrapper since: it then stays, and passes through.
+            if model.__dict__.get("forward") is forward:
+                if own is None:
+                    del model.forward
+                else:
+                    model.forward = own
+
+        model.forward = forward
+        self._restore = restore
+        self.compressor.tracker.install()
+        self.installed = True
+
+    def remove(self) -> None:
+        """Leave the model as it was found. What is still held stays until its graph goes."""
+        if not self.installed:
+            return
+        self.installed = False
+        self.compressor.tracker.remove()
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
+
+    # Running -----------------------------------------------------------------------------------
+
+    def run_forward(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """One forward pass under compression.
+
+        Raises:
+            BudgetError: when even the fewest bits exceed the budget.
+        """
+        compressor, inputs = self.compressor, (args, kwargs)
+        if math.isinf(compressor.arena.limit_bytes):
+            return self._in_scope(original, args, kwargs)
+        began = perf_counter()
+        compressor.held_bytes()
+        compressor.learn_parameters()
+        if self._calibration_due():
+            self._calibrate(original, inputs)
+        key = signature(inputs)
+        plan = self.last_plan = self.planner.plan(key, batch_of(inputs))
+        self.planner.apply(plan)
+        arena = compressor.arena
+        held_before, demoted_before = arena.held_bytes, arena.demoted_pages
+        compressor.ledger.planning_seconds += perf_counter() - began
+        outputs = self._in_scope(original, args, kwargs)
+        error = compressor.take_refusal()
+        if error is not None:
+            raise error
+        if not held_before:
+            demoted = arena.demoted_pages - demoted_before
+            self.planner.learn_from(key, plan, arena.held_bytes + demoted * PAGE_COST)
+        return outputs
+
+    def _in_scope(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self.compressor.active:
+            return original(*args, **kwargs)
+        try:
+            with self.compressor.scope():
+                return original(*args, **kwargs)
+        except BaseException:
+            self.compressor.take_refusal()
+            raise
+
+    def _calibration_due(self) -> bool:
+        if self._calibrated_at is None:
+            return bool(self.config.calibrate_at)
+        if self._calibrated_at == self.step:
+            return False
+        every, last = (self.config.recalibrate_every, max(self.config.calibrate_at, default=0))
+        return (
+            self.step in self.config.calibrate_at
+            or (every > 0 and self.step > last and (self.step - last) % every == 0)
+            or bool(self.compressor.unplanned)
+        )
+
+    def _calibrate(self, original: Callable[..., Any], inputs: Inputs) -> None:
+        self._calibrated_at = self.step
+        try:
+            Calibration(self.compressor, original, inputs).run()
+        except CalibrationError as error:
+            logger.warning("daf_hf: no calibration at step %d: %s", self.step, error)
+        finally:
+            self.compressor.unplanned.clear()
+        self.planner.learn_candidates(batch_of(inputs))
+
+    # Steps and budget --------------------------------------------------------------------------
+
+    def begin_step(self, step: int) -> None:
+        """An optimizer step begins; ``step`` counts from 0."""
+        self.step = step
+        self.compressor.ledger.start_step()
+
+    def end_step(self) -> None:
+        """An optimizer step was made: from now on an overflow no longer refuses the budget."""
+        self._steps_here += 1
+        self.compressor.refuses = False
+        self._resident.sample()
+
+    def set_budget(self, budget_mb: float) -> None:
+        """Change the budget, in MB of 10^6 bytes; effective at once.
+
+        A budget below what the last plan needs at the least is raised to that, with a warning.
+
+        Raises:
+            ValueError: when it is not a positive number.
+        """
+        limit = check_budget(budget_mb) * 1e6
+        least = self.planner.least_bytes
+        if self._steps_here and limit < least:
+            logger.warning(
+                "daf_hf: budget_mb=%g is below the least that would do; using %.2f",
+                budget_mb,
+                least / 1e6,
+            )
+            limit = least
+        self.compressor.set_limit(limit)
+        self.planner.forget()
+
+    # Reporting ---------------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, float]:
+        """The figures for a log: of the worst moment since the last step began."""
+        ledger = self.compressor.ledger
+        peak = ledger.step_peak
+        return {
+            "daf/held_mb": peak.held / 1e6,
+            "daf/budget_mb": self.compressor.arena.limit_bytes / 1e6,
+            "daf/ratio": ledger.step_plain_peak / peak.held if peak.held else math.nan,
+            "daf/mean_bits": peak.mean_bits,
+        }
+
+    def report(self, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
+        """What was held so far; see :class:`MemoryReport`."""
+        compressor, ledger = self.compressor, self.compressor.ledger
+        model = compressor.model
+        parameters = list(model.parameters())
+        exact = math.isinf(compressor.arena.limit_bytes)
+        error = 0.0 if exact else (self.last_plan.error if self.last_plan else math.nan)
+        if self.config.importance != "gradient" and not exact:
+            error = math.nan
+        return MemoryReport(
+            budget_bytes=compressor.arena.limit_bytes,
+            held_bytes_peak=ledger.peak.held,
+            stored_bytes_peak=ledger.peak.stored,
+            exact_bytes_peak=ledger.peak.exact,
+            plain_bytes=ledger.plain_peak,
+            mean_bits=ledger.peak.mean_bits,
+            predicted_gradient_error=error,
+            overhead_seconds={
+                "kernels": ledger.kernel_seconds,
+                "hooks": ledger.hook_seconds,
+                "planning": ledger.planning_seconds,
+            },
+            weight_bytes=sum(t.nbytes for t in (*parameters, *model.buffers())),
+            gradient_bytes=sum(p.nbytes for p in parameters if p.requires_grad),
+            optimizer_bytes=_optimizer_bytes(optimizer),
+            peak_rss_bytes=self._resident.sample(),
+            demotions=compressor.arena.demotions,
+            counts=dict(ledger.counts),
+            sites=tuple(self._site_reports()),
+        )
+
+    def _site_reports(self) -> list[SiteReport]:
+        reports = []
+        for site in self.compressor.tracker.sites.values():
+            option = site.option
+            codec, bits = "exact", None
+            if site.two_valued:
+                codec, bits = "binary", 1
+            elif option is not None and option.codec is not None:
+                codec, bits = str(option.codec), option.bits
+            reports.append(
+                SiteReport(
+                    site.name,
+                    site.consumer,
+                    tuple(site.shape),
+                    str(site.dtype).removeprefix("torch."),
+                    site.nbytes,
+                    codec,
+                    bits,
+                    site.importance,
+                )
+            )
+        return reports
+
+
+def _optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> int:
+    total = 0
+    while optimizer is not None and hasattr(optimizer, "optimizer"):  # accelerate wraps it
+        optimizer = optimizer.optimizer
+    if optimizer is not None:
+        for state in optimizer.state.values():
+            with suppress(AttributeError):
+                total += sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor))
+    return total

@@ -1,0 +1,250 @@
+"""Save sites: places in a model where autograd saves a tensor.
+
+A site's key is the module whose call saves the tensor, whether that module trains, the two
+instructions (code object and offset) that lead to the operation, the kind of node that produced
+the tensor, and the ordinal among equal ones within the call. It does not count saves across modules or calls, so a dropped layer, a
+toggled dropout or an optional branch never shifts another site.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from .allocation import Option
+from .codecs import Codec
+
+LAYOUT_NODES = frozenset(
+    ["View", "UnsafeView", "ReshapeAlias", "Reshape", "Expand", "Transpose", "Permute", "T", "Clone", "Squeeze", "Unsqueeze", "AsStrided", "Alias"]
+)
+"""Producers that only lay elements out anew: which of them runs depends on sizes."""
+
+DIM_CONSTANT, DIM_BATCH, DIM_TOKENS, DIM_BOTH = range(4)
+
+
+@dataclass(eq=False)
+class SaveSite:
+    """A save site and what is known of it.
+
+    Attributes:
+        name: ``module/ordinal``; unique and stable from run to run of the same model.
+        module: qualified name of the module.
+        compressible: False when options exclude the module.
+        consumers: ``Node.slot`` of the autograd nodes that read the tensor.
+        shape, dtype: of the last tensor that was saved here.
+        nbytes: unique bytes that the site adds to plain training's, in the last step.
+        probed: what calibration saw; None before.
+        importance: squared relative gradient error per unit of ``distortion`` (moving average).
+        distortions: for each candidate codec its distortion at 0..8 bits, relative to the
+            tensor's own energy in the consumer's terms.
+        candidates: the codecs and widths worth offering to the allocator.
+        two_valued: calibration found exactly two values: stored in one plane without loss.
+        known: it was there at the last calibration.
+        option: what the current plan chose; None for sites that need no choice.
+    """
+
+    name: str
+    module: str
+    compressible: bool = True
+    consumers: set[str] = field(default_factory=set)
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    nbytes: int = 0
+    probed: Probed | None = None
+    importance: float | None = None
+    distortions: dict[Codec, tuple[float, ...]] = field(default_factory=dict)
+    candidates: list[tuple[Codec, int]] = field(default_factory=list)
+    two_valued: bool = False
+    known: bool = False
+    option: Option | None = None
+
+    @property
+    def consumer(self) -> str:
+        """All consumers in one word."""
+        return " ".join(sorted(self.consumers)) or "unknown"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Size of a batch: examples, and tokens an example (1 where there are none)."""
+
+    examples: int
+    tokens: int = 1
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What calibration saw of a site, to predict sizes for other batches.
+
+    Attributes:
+        batch: the probe's size.
+        shape: of the tensor.
+        roles: how each dimension follows the batch.
+        numel: elements to store (fewer than the shape's for an expanded tensor).
+        column: the dimension whose neighbours are adjacent in memory; -1 for none.
+        uses: tensors stored here in one forward pass; duplicates of others' do not count.
+        mean_square, mean_magnitude: of the elements.
+    """
+
+    batch: Batch
+    shape: tuple[int, ...]
+    roles: tuple[int, ...]
+    numel: int
+    column: int
+    uses: int
+    mean_square: float
+    mean_magnitude: float
+
+    def predict(self, batch: Batch) -> tuple[int, int]:
+        """Elements and columns to expect for another batch."""
+        examples = batch.examples / self.batch.examples
+        tokens = batch.tokens / self.batch.tokens
+        factors = [(1.0, examples, tokens, examples * tokens)[role] for role in self.roles]
+        numel = round(self.numel * math.prod(factors))
+        if self.column < 0:
+            return numel, 1
+        return numel, round(self.shape[self.column] * factors[self.column])
+
+
+@dataclass(slots=True)
+class _Call:
+    """A module's call in progress."""
+
+    module: nn.Module
+    name: str
+    seen: dict[tuple[Any, ...], int] = field(default_factory=dict)
+
+
+class SiteTracker:
+    """Knows, in each thread, which module's call is under way, and names save sites.
+
+    Args:
+        model: the root module.
+        include, exclude: fnmatch patterns on module names.
+    """
+
+    def __init__(
+        self, model: nn.Module, include: Sequence[str] = ("*",), exclude: Sequence[str] = ()
+    ) -> None:
+        self._model = weakref.ref(model)
+        self.sites: dict[tuple[Any, ...], SaveSite] = {}
+        self._include, self._exclude = tuple(include), tuple(exclude)
+        self._local = threading.local()
+        self._removers: list[Callable[[], None]] = []
+        self._ordinals: dict[str, int] = {}
+
+    def _root(self) -> nn.Module:
+        model = self._model()
+        assert model is not None
+        return model
+
+    def install(self) -> None:
+        """Follow the calls of every submodule."""
+        for name, module in self._root().named_modules():
+            if name:
+                self._follow(name, module)
+
+    def remove(self) -> None:
+        """Undo :meth:`install`."""
+        for remove in self._removers:
+            remove()
+        self._removers.clear()
+
+    def _follow(self, name: str, module: nn.Module) -> None:
+        # Plain functions, not methods: a deep copy of the model must not copy the tracker.
+        calls = self._calls
+
+        def enter(module: nn.Module, args: Any) -> None:
+            if not torch.compiler.is_compiling():
+                calls().append(_Call(module, name))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if not torch.compiler.is_compiling():
+                stack = calls()
+                while stack and stack.pop().module is not module:
+                    pass
+
+        self._removers.append(module.register_forward_pre_hook(enter).remove)
+        self._removers.append(module.register_forward_hook(leave, always_call=True).remove)
+
+    def _calls(self) -> list[_Call]:
+        try:
+            return self._local.calls
+        except AttributeError:
+            self._local.calls = []
+            return self._local.calls
+
+    def start(self) -> list[_Call]:
+        """Begin the root module's call in this thread; hand the result to :meth:`finish`."""
+        before = self._calls()
+        self._local.calls = [_Call(self._root(), "")]
+        return before
+
+    def finish(self, before: list[_Call]) -> None:
+        """End it, whatever calls an exception left open."""
+        self._local.calls = before
+
+    def current_module(self) -> nn.Module:
+        """The module whose call is under way in this thread."""
+        calls = self._calls()
+        return calls[-1].module if calls else self._root()
+
+    def site(self, frame: FrameType | None, producer: type) -> SaveSite:
+        """The site of a tensor that is being saved.
+
+        Args:
+            frame: the Python frame that called the operation.
+            producer: type of the tensor's ``grad_fn``.
+        """
+        calls = self._calls()
+        if not calls:
+            calls.append(_Call(self._root(), ""))
+        call = calls[-1]
+        path: tuple[Any, ...] = ()
+        if frame is not None:
+            back = frame.f_back
+            path = (frame.f_code, frame.f_lasti, back and back.f_code, back and back.f_lasti)
+        kind = producer.__name__.rstrip("0123456789").removesuffix("Backward")
+        path = ("layout" if kind in LAYOUT_NODES else kind, *path)
+        ordinal = call.seen.get(path, 0)
+        call.seen[path] = ordinal + 1
+        key = (call.name, call.module.training, path, ordinal)
+        found = self.sites.get(key)
+        return found if found is not None else self._add(key, call.name)
+
+    def _add(self, key: tuple[Any, ...], module: str) -> SaveSite:
+        number = self._ordinals.get(module, 0)
+        self._ordinals[module] = number + 1
+        compressible = any(fnmatchcase(module, p) for p in self._include) and not any(
+            fnmatchcase(module, p) for p in self._exclude
+        )
+        site = SaveSite(f"{module or 'model'}/{number}", module, compressible)
+        self.sites[key] = site
+        return site
+
+
+def dimension_roles(
+    first: tuple[int, ...], second: tuple[int, ...], batches: tuple[Batch, Batch]
+) -> tuple[int, ...]:
+    """How each dimension follows the batch, from shapes seen at two batch sizes."""
+    if len(first) != len(second):
+        return (DIM_CONSTANT,) * len(second)
+    a, b = batches
+    ratios = {
+        b.examples / a.examples: DIM_BATCH,
+        b.tokens / a.tokens: DIM_TOKENS,
+        b.examples * b.tokens / (a.examples * a.tokens): DIM_BOTH,
+    }
+    return tuple(
+        DIM_CONSTANT if old == new or not old else ratios.get(new / old, DIM_CONSTANT)
+        for old, new in zip(first, second, strict=True)
+    )
