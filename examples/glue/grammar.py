@@ -29,138 +29,52 @@ class Lexicon:
     bad: tuple[str, ...]
 
 
+def _words(listed: str) -> tuple[str, ...]:
+    return tuple(listed.split(", "))
+
+
 TRAIN_WORDS = Lexicon(
-    things=(
-        "film",
-        "novel",
-        "restaurant",
-        "hotel",
-        "album",
-        "phone",
-        "lecture",
-        "museum",
-    )
-    + (
-        "concert",
-        "laptop",
-        "garden tour",
-        "documentary",
-        "bakery",
-        "train ride",
-        "board game",
+    things=_words(
+        "film, novel, restaurant, hotel, album, phone, lecture, museum, concert, laptop, "
+        "garden tour, documentary, bakery, train ride, board game"
     ),
-    parts=(
-        "opening",
-        "service",
-        "design",
-        "ending",
-        "staff",
-        "sound",
-        "layout",
-        "pacing",
-    )
-    + ("atmosphere", "price", "presentation", "second half"),
-    people=("my brother", "the critics", "our neighbour", "a colleague", "the brochure")
-    + ("her editor", "most visitors", "the host"),
-    good=(
-        "wonderful",
-        "excellent",
-        "charming",
-        "delightful",
-        "superb",
-        "enjoyable",
-        "lovely",
-    )
-    + (
-        "impressive",
-        "pleasant",
-        "brilliant",
-        "refreshing",
-        "thoughtful",
-        "elegant",
-        "great",
-    )
-    + ("fascinating", "reliable", "amusing", "splendid", "satisfying", "inspiring"),
-    bad=(
-        "terrible",
-        "boring",
-        "awful",
-        "dull",
-        "disappointing",
-        "clumsy",
-        "annoying",
-        "poor",
-    )
-    + (
-        "tedious",
-        "shabby",
-        "dreadful",
-        "messy",
-        "careless",
-        "unpleasant",
-        "lifeless",
-        "bad",
-    )
-    + ("frustrating", "mediocre", "confusing", "bland"),
+    parts=_words(
+        "opening, service, design, ending, staff, sound, layout, pacing, atmosphere, price, "
+        "presentation, second half"
+    ),
+    people=_words(
+        "my brother, the critics, our neighbour, a colleague, the brochure, her editor, "
+        "most visitors, the host"
+    ),
+    good=_words(
+        "wonderful, excellent, charming, delightful, superb, enjoyable, lovely, impressive, "
+        "pleasant, brilliant, refreshing, thoughtful, elegant, great, fascinating, reliable, "
+        "amusing, splendid, satisfying, inspiring"
+    ),
+    bad=_words(
+        "terrible, boring, awful, dull, disappointing, clumsy, annoying, poor, tedious, shabby, "
+        "dreadful, messy, careless, unpleasant, lifeless, bad, frustrating, mediocre, confusing, "
+        "bland"
+    ),
 )
 
 DEV_WORDS = Lexicon(
-    things=(
-        "play",
-        "cafe",
-        "podcast",
-        "camera",
-        "exhibition",
-        "musical",
-        "campsite",
-        "workshop",
-    )
-    + ("magazine", "ferry trip", "puzzle book", "headset"),
-    parts=("beginning", "decor", "finish", "location", "crew", "rhythm", "packaging")
-    + ("first hour", "lighting", "organisation"),
-    people=(
-        "my aunt",
-        "the reporters",
-        "our guide",
-        "a friend",
-        "the leaflet",
-        "his teacher",
+    things=_words(
+        "play, cafe, podcast, camera, exhibition, musical, campsite, workshop, magazine, "
+        "ferry trip, puzzle book, headset"
     ),
-    good=(
-        "fantastic",
-        "terrific",
-        "gorgeous",
-        "marvellous",
-        "engaging",
-        "outstanding",
-        "fun",
-    )
-    + (
-        "captivating",
-        "comfortable",
-        "clever",
-        "graceful",
-        "memorable",
-        "witty",
-        "magnificent",
+    parts=_words(
+        "beginning, decor, finish, location, crew, rhythm, packaging, first hour, lighting, "
+        "organisation"
     ),
-    bad=(
-        "horrible",
-        "dreary",
-        "lousy",
-        "sloppy",
-        "irritating",
-        "pathetic",
-        "ugly",
-        "weak",
-    )
-    + (
-        "tiresome",
-        "uncomfortable",
-        "forgettable",
-        "pointless",
-        "miserable",
-        "atrocious",
+    people=_words("my aunt, the reporters, our guide, a friend, the leaflet, his teacher"),
+    good=_words(
+        "fantastic, terrific, gorgeous, marvellous, engaging, outstanding, fun, captivating, "
+        "comfortable, clever, graceful, memorable, witty, magnificent"
+    ),
+    bad=_words(
+        "horrible, dreary, lousy, sloppy, irritating, pathetic, ugly, weak, tiresome, "
+        "uncomfortable, forgettable, pointless, miserable, atrocious"
     ),
 )
 
