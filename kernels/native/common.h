@@ -34,23 +34,26 @@ struct Steps {
   int16_t deltas[MAX];
 };
 
-enum class Quantizer {
-  COMPARE,  // each code is the number of `thresholds` that are <= cell, which may be fractional
-  IDENTITY,  // the cell is the code
-  STEPS,
-  LOOKUP,
-};
-
-constexpr int COMPARE_BITS = 3;  // COMPARE serves at most this many bits
+constexpr int COMPARE_BITS = 2;  // up to here planes come straight from comparisons
 
 }  // namespace daf
 
+// A codebook, and what is derived from its look-up table (or the identity).
 struct daf_book {
   daf_codebook book;
   bool midpoints;  // tables are (code + 0.5) / 2^bits
-  daf::Quantizer quantizer[daf::MAX_BITS + 1];
+  bool monotone;   // codes never decrease from cell to cell
+
+  // Where `regular`, each code is the number of `thresholds` (from index 1 on) that are <= cell.
+  bool regular[daf::COMPARE_BITS + 1];
   float thresholds[daf::COMPARE_BITS + 1][1 << daf::COMPARE_BITS];
+
   daf::Steps steps[daf::MAX_BITS + 1];
+
+  // Where `monotone`, a binary tree: nodes[2^k + p] is the first cell that is past the codes
+  // whose top k + 1 bits are (p, 0), so that bit k of a code of top bits p is `cell >= node`.
+  // The last level is read in vectors of 32.
+  int16_t nodes[256 + 32];
 };
 
 namespace daf {

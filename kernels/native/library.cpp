@@ -110,31 +110,46 @@ Job make_job(const daf_layout* layout, int bits, int dtype, const int32_t* table
           threads, {false}};
 }
 
-// The quantizer of a look-up table at `bits` bits.
-void derive(daf_book& book, int bits) {
-  const daf_codebook& source = book.book;
-  const auto code_of = [&](int cell) { return (source.lut ? source.lut[cell] : cell) >> (8 - bits); };
+int code_of(const daf_codebook& book, int cell, int bits) {
+  return (book.lut ? book.lut[cell] : cell) >> (MAX_BITS - bits);
+}
+
+// Sets what depends on the width.
+void derive_steps(daf_book& book, int bits) {
   Steps& steps = book.steps[bits];
-  steps.base = static_cast<uint8_t>(code_of(0) << (8 - bits));
+  steps.base = static_cast<uint8_t>(code_of(book.book, 0, bits) << (MAX_BITS - bits));
   steps.count = 0;
-  bool regular = code_of(0) == 0;  // every code from 0 on, each one after the other
-  for (int cell = 1; cell < source.cells; ++cell) {
-    const int delta = code_of(cell) - code_of(cell - 1);
+  bool regular = steps.base == 0;
+  for (int cell = 1; cell < book.book.cells; ++cell) {
+    const int delta = code_of(book.book, cell, bits) - code_of(book.book, cell - 1, bits);
     if (!delta) continue;
     regular = regular && delta == 1;
     if (steps.count < Steps::MAX) {
       steps.cells[steps.count] = static_cast<int16_t>(cell);
-      steps.deltas[steps.count] = static_cast<int16_t>(delta * (1 << (8 - bits)));
+      steps.deltas[steps.count] = static_cast<int16_t>(delta * (1 << (MAX_BITS - bits)));
     }
     ++steps.count;
   }
-  if (bits <= COMPARE_BITS && regular && steps.count == (1 << bits) - 1) {
-    for (int i = 0; i < steps.count; ++i) book.thresholds[bits][i + 1] = steps.cells[i];
-    book.quantizer[bits] = Quantizer::COMPARE;
-  } else if (!source.lut) {
-    book.quantizer[bits] = Quantizer::IDENTITY;
-  } else {
-    book.quantizer[bits] = steps.count <= Steps::MAX ? Quantizer::STEPS : Quantizer::LOOKUP;
+  if (bits > COMPARE_BITS) return;
+  book.regular[bits] = regular && steps.count == (1 << bits) - 1;
+  for (int i = 0; book.regular[bits] && i < steps.count; ++i) {
+    book.thresholds[bits][i + 1] = steps.cells[i];
+  }
+}
+
+void derive_nodes(daf_book& book) {
+  const int cells = book.book.cells;
+  book.monotone = true;
+  for (int cell = 1; cell < cells; ++cell) {
+    book.monotone &= code_of(book.book, cell, MAX_BITS) >= code_of(book.book, cell - 1, MAX_BITS);
+  }
+  std::memset(book.nodes, 0, sizeof book.nodes);
+  for (int level = 0; level < MAX_BITS; ++level) {
+    for (int prefix = 0; prefix < 1 << level; ++prefix) {
+      int cell = 0;
+      while (cell < cells && code_of(book.book, cell, level + 1) < 2 * prefix + 1) ++cell;
+      book.nodes[(1 << level) + prefix] = static_cast<int16_t>(cell);
+    }
   }
 }
 
@@ -169,7 +184,8 @@ daf_book* daf_book_create(const daf_codebook* codebook) {
   if (!book) return nullptr;
   book->book = *codebook;
   book->midpoints = daf::has_midpoints(*codebook);
-  for (int bits = 0; bits <= daf::MAX_BITS; ++bits) daf::derive(*book, bits);
+  for (int bits = 0; bits <= daf::MAX_BITS; ++bits) daf::derive_steps(*book, bits);
+  daf::derive_nodes(*book);
   return book;
 }
 
