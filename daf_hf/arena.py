@@ -209,10 +209,12 @@ class Arena:
 
     def _grow_to(self, pages: int) -> bool:
         """Have ``pages`` free pages, taking segments as needed."""
-        while len(self._free) < pages:
+        full = self.space.pages_per_segment
+        while (missing := pages - len(self._free)) > 0:
             room = self.limit_bytes - self._footprint() - pages * TABLE_ENTRY_BYTES
-            size = int(min(self.space.pages_per_segment, room // PAGE_BYTES))
-            if size <= 0:
+            # Near the limit no more than is needed: exact bytes may want the rest.
+            size = full if room >= 2 * full * PAGE_BYTES else min(missing, full)
+            if size * PAGE_BYTES > room:
                 return False
             self._add_segment(size)
         return True

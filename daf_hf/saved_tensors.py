@@ -31,11 +31,15 @@ from .kernels import get_backend
 from .refusal import BudgetError, Refusal
 from .sites import SaveSite, SiteTracker
 from .spill import SpillFile
+from .workspace import Workspace
 
 SMALLEST_BYTES = 4096
 """Tensors below this are kept exactly."""
 
 COMPRESSIBLE = (torch.float32, torch.bfloat16, torch.float16)
+WORKSPACE_BYTES = 1 << 27
+"""Idle memory kept for restored tensors during a backward pass."""
+
 UNPLANNED_BITS = 4
 UNPLANNED_COSTS = tuple(4.0**-bits for bits in range(9))
 """Width and costs for sites that no plan knows yet (a tensor's own energy counts 1)."""
@@ -103,7 +107,7 @@ class Compressor:
         config: the options.
 
     Attributes:
-        arena, ledger, tracker, backend: the parts.
+        arena, workspace, ledger, tracker, backend: the parts.
         lock: held while the arena changes.
         refuses: an overflow is refused (:class:`BudgetError`) rather than spilled.
         unplanned: sites seen since the last calibration that no plan knows.
@@ -115,6 +119,7 @@ class Compressor:
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.backend = get_backend(config.backend, self.device)
         self.arena = Arena(config.budget_bytes, self.device)
+        self.workspace = Workspace(WORKSPACE_BYTES)
         self.ledger = Ledger()
         self.tracker = SiteTracker(model, config.include, config.exclude)
         self.refuses = config.on_overflow == "error"
@@ -154,6 +159,7 @@ class Compressor:
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Compress what autograd saves inside, in this thread."""
+        self.workspace.clear()
         self.learn_parameters()
         calls = self.tracker.start()
         push_hooks(self._hooks)
@@ -215,9 +221,9 @@ class Compressor:
 
     def decode(self, stored: Stored, dtype: torch.dtype) -> Tensor:
         """The elements of ``stored`` as a new flat tensor."""
-        out = torch.empty(stored.layout.numel, dtype=dtype, device=self.arena.device)
         with self.lock:
             began = perf_counter()
+            out = self.workspace.empty(stored.layout.numel, dtype, self.arena.device)
             self.backend.decode(out, stored.layout, stored.bits, stored.table, self.arena.space)
             self.ledger.kernel_seconds += perf_counter() - began
         return out
