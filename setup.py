@@ -1,28 +1,27 @@
-"""Builds the native CPU backend, where a C++17 compiler is at hand; pyproject.toml has the rest."""
-
-import sys
+"""Builds the native CPU backend, where GCC or Clang is at hand; pyproject.toml has the rest."""
 
 from setuptools import Extension, setup
 
 NATIVE = "daf_hf/kernels/native"
+HEADERS = ("abi.h", "codec.inc", "common.h", "parallel.h", "parallel.inc")
 
 native = Extension(
     "daf_hf.kernels._native",
     sources=[f"{NATIVE}/library.cpp"],
-    depends=[f"{NATIVE}/{name}" for name in ("abi.h", "codec.inc", "common.h", "parallel.h", "parallel.inc")],
+    depends=[f"{NATIVE}/{name}" for name in HEADERS],
     language="c++",
     # Backends agree bit for bit: no contraction into fused multiply-adds, no -ffast-math.
     extra_compile_args=[
         "-std=c++17",
         "-O3",
+        "-g0",
         "-ffp-contract=off",
         "-fno-math-errno",
         "-fno-trapping-math",
         "-fvisibility=hidden",
-    ]
-    if sys.platform != "win32"
-    else ["/std:c++17", "/O2", "/fp:precise"],
-    extra_link_args=["-pthread"] if sys.platform == "linux" else [],
+        "-pthread",
+    ],
+    extra_link_args=["-pthread"],
     optional=True,  # without it daf_hf falls back to its plain-torch backend
 )
 

@@ -75,7 +75,6 @@ class CpuStatus:
         reason: why not; empty when it can.
         path: the shared library; None when there is none.
         isa: instruction set in use, one of ``ISAS``; empty when not available.
-        threading: what runs the threads, ``"openmp"`` or ``"std::thread"``; empty likewise.
         threads: most threads that a call uses: ``torch.get_num_threads()``.
     """
 
@@ -83,7 +82,6 @@ class CpuStatus:
     reason: str
     path: Path | None
     isa: str
-    threading: str
     threads: int
 
 
@@ -98,8 +96,7 @@ class CpuBackend:
         pointer, number, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
         for function in (library.daf_encode, library.daf_decode):
             function.argtypes = [pointer, number, number, pointer, pointer, pointer, long, number]
-        for function in (library.daf_isa, library.daf_threading):
-            function.restype = ctypes.c_char_p
+        library.daf_isa.restype = ctypes.c_char_p
         library.daf_use_isa.argtypes = [ctypes.c_char_p]
         library.daf_book_create.argtypes = [pointer]
         library.daf_book_create.restype = pointer
@@ -115,11 +112,6 @@ class CpuBackend:
     def isa(self) -> str:
         """The instruction set in use."""
         return self._library.daf_isa().decode()
-
-    @property
-    def threading(self) -> str:
-        """What runs the threads: ``"openmp"`` or ``"std::thread"``."""
-        return self._library.daf_threading().decode()
 
     def use_isa(self, isa: str) -> None:
         """Use ``isa``, one of ``ISAS``, from now on. It changes the speed only.
@@ -262,8 +254,8 @@ def status() -> CpuStatus:
     try:
         backend = load()
     except RuntimeError as error:
-        return CpuStatus(False, str(error), _library_path(), "", "", threads)
-    return CpuStatus(True, "", backend.path, backend.isa, backend.threading, threads)
+        return CpuStatus(False, str(error), _library_path(), "", threads)
+    return CpuStatus(True, "", backend.path, backend.isa, threads)
 
 
 def _library_path() -> Path | None:

@@ -9,11 +9,7 @@
 
 #define DAF_ABI_VERSION 1
 
-#if defined(_WIN32)
-#define DAF_EXPORT __declspec(dllexport)
-#else
 #define DAF_EXPORT __attribute__((visibility("default")))
-#endif
 
 #ifdef __cplusplus
 extern "C" {
@@ -57,9 +53,6 @@ DAF_EXPORT const char* daf_isa(void);
 
 // Uses the named instruction set from now on. 0 where this CPU or build lacks it.
 DAF_EXPORT int daf_use_isa(const char* name);
-
-// What runs the threads: "openmp" (the pool that the process has) or "std::thread".
-DAF_EXPORT const char* daf_threading(void);
 
 // Null when out of memory.
 DAF_EXPORT daf_book* daf_book_create(const daf_codebook* codebook);

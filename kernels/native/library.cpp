@@ -177,8 +177,6 @@ int daf_use_isa(const char* name) {
   return found != nullptr;
 }
 
-const char* daf_threading(void) { return daf::threading(); }
-
 daf_book* daf_book_create(const daf_codebook* codebook) {
   daf_book* book = new (std::nothrow) daf_book;
   if (!book) return nullptr;
