@@ -63,7 +63,7 @@ def get_backend(name: str = "auto", device: torch.device | str = "cpu") -> Backe
         return cpu.load()
     if name == "auto" and on_cpu:
         return _best_on_cpu()
-    return reference  # type: ignore[return-value]
+    return reference
 
 
 def cpu_status() -> CpuStatus:
@@ -77,4 +77,4 @@ def _best_on_cpu() -> Backend:
         return cpu.load()
     except RuntimeError as error:
         _logger.warning("%s; using 'reference', which is slow", error)
-        return reference  # type: ignore[return-value]
+        return reference

@@ -29,6 +29,8 @@ ISAS = ("avx512", "avx2", "baseline")
 PARALLEL_BYTES = 1 << 20
 """Tensors smaller than this are handled by the calling thread alone."""
 
+_FOLDER = Path(__file__).parent
+_NAME = "_native"
 _ABI_VERSION = 1
 _DTYPES = {
     torch.float32: 0,
@@ -259,8 +261,7 @@ def status() -> CpuStatus:
 
 
 def _library_path() -> Path | None:
-    here = Path(__file__).parent
-    candidates = (here / f"_native{suffix}" for suffix in EXTENSION_SUFFIXES)
+    candidates = (_FOLDER / f"{_NAME}{suffix}" for suffix in EXTENSION_SUFFIXES)
     return next((path for path in candidates if path.exists()), None)
 
 
@@ -268,7 +269,7 @@ def _try_load() -> tuple[CpuBackend | None, str]:
     """The backend, or the reason why there is none."""
     path = _library_path()
     if path is None:
-        return None, f"it was not built (no _native{EXTENSION_SUFFIXES[0]} in {Path(__file__).parent})"
+        return None, f"it was not built (no {_NAME}{EXTENSION_SUFFIXES[0]} in {_FOLDER})"
     try:
         library = ctypes.CDLL(str(path))
         version = library.daf_abi_version()

@@ -17,7 +17,6 @@ from .format import (
     CHANNEL_BLOCK_ROWS,
     CHANNEL_BLOCKS_MAX,
     GROUP,
-    GROUPS_PER_PAGE,
     LANES,
     PAGE_BYTES,
     SMALLEST_SCALE,
@@ -107,17 +106,16 @@ def _statistics(values: Tensor, layout: Layout, bits: int) -> tuple[Tensor, Tens
     return a, s, bool(torch.isfinite(a).all() and torch.isfinite(s).all())
 
 
-def _units(values: Tensor, layout: Layout, fill: float | None) -> Tensor:
-    """``values`` as ``[units, length]``; the last group is padded with its first element or fill."""
+def _units(values: Tensor, layout: Layout) -> Tensor:
+    """``values`` as ``[units, length]``; the last group is padded with its first element."""
     if layout.granularity is Granularity.TOKEN:
         return values.view(layout.rows, layout.cols)
     if layout.granularity is Granularity.TENSOR:
         return values.view(1, -1)
     padding = layout.groups * GROUP - layout.numel
     if padding:
-        last = values[(layout.groups - 1) * GROUP]
-        value = last.item() if fill is None else fill
-        values = torch.nn.functional.pad(values, (0, padding), value=value)
+        first = values[(layout.groups - 1) * GROUP].item()
+        values = torch.nn.functional.pad(values, (0, padding), value=first)
     return values.view(layout.groups, GROUP)
 
 
@@ -125,7 +123,7 @@ def _range(values: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     if layout.granularity is Granularity.CHANNEL:
         grid = values.view(layout.rows, layout.cols)
         return grid.amin(0), grid.amax(0)
-    units = _units(values, layout, None)
+    units = _units(values, layout)
     return units.amin(1), units.amax(1)
 
 
@@ -141,7 +139,7 @@ def _moments(values: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         d = torch.nn.functional.pad(values - first, (0, -layout.numel % LANES)).view(-1, LANES)
         s1, s2 = _fold(_column_sums(d)[None]), _fold(_column_sums(d * d)[None])
     else:
-        units = _units(values, layout, None)
+        units = _units(values, layout)
         first = units[:, 0]
         d = units - first[:, None]
         s1, s2 = _lane_sums(d), _lane_sums(d * d)
@@ -290,5 +288,3 @@ def _read(pages: array, space: PageSpace) -> Tensor:
         here = segments == index
         out[here] = _segment(space, index)[offsets[here]]
     return out.flatten()
-
-

@@ -21,7 +21,9 @@ POISON = 0xA5
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 DTYPES = (*FLOATS, torch.uint8, torch.bool)
 CODECS = [
-    Codec(granularity, book) for granularity in Granularity for book in ("uniform", "normal", "root")
+    Codec(granularity, book)
+    for granularity in Granularity
+    for book in ("uniform", "normal", "root")
 ] + [Codec(Granularity.TENSOR, "gelu")]
 SHAPES = [
     (1, 1),
@@ -108,20 +110,29 @@ def check_conformance(
 ) -> bool:
     """Compares ``backend`` with the reference on ``x``; returns whether it was encoded."""
     layout = codec.layout(x.numel(), cols, bits)
-    expected, actual = Pages(layout, bits), Pages(layout, bits)
+    expected = Pages(layout, bits)
     encoded = reference.encode(x, layout, bits, expected.table, expected.space)
-    assert backend.encode(x, layout, bits, actual.table, actual.space) is encoded
+    compare(backend, x, layout, bits, expected if encoded else None)
+    return encoded
+
+
+def compare(
+    backend: Backend, x: torch.Tensor, layout: Layout, bits: int, expected: Pages | None
+) -> None:
+    """``backend`` writes the ``expected`` pages and reads them; None where ``x`` is refused."""
+    actual = Pages(layout, bits)
+    encoded = backend.encode(x, layout, bits, actual.table, actual.space)
+    assert encoded is (expected is not None)
     actual.check_guards()
-    if not encoded:
-        return False
+    if expected is None:
+        return
     assert torch.equal(actual.used(), expected.used())
-    for planes in {bits, bits // 2} if codec.codebook != "binary" else {bits}:
+    for planes in {bits, bits // 2} if layout.codebook.name != "binary" else {bits}:
         table = actual.table[: layout.pages(planes)]
         restored, oracle = poisoned(x.numel(), x.dtype), poisoned(x.numel(), x.dtype)
         reference.decode(oracle, layout, planes, table, expected.space)
         backend.decode(restored, layout, planes, table, actual.space)
         assert same_bits(restored, oracle)
-    return True
 
 
 def values(kind: str, count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -147,7 +158,7 @@ def values(kind: str, count: int, dtype: torch.dtype, seed: int) -> torch.Tensor
 KINDS = ["normal", "tails", "denormal", "zeros", "constant", "sparse", "huge", "probability"]
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     isa=st.sampled_from(ISAS or [""]),
     codec=st.sampled_from(CODECS),
@@ -167,36 +178,42 @@ def test_conformance(isa, codec, shape, bits, dtype, kind, seed):
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_every_width_and_dtype(native, codec):
+def test_every_width(native, codec):
     for bits in range(9):
-        for dtype in FLOATS:
-            x = values("normal", 45 * 96, dtype, bits)
-            assert check_conformance(native, x, codec, 96, bits)
+        x = values("normal", 45 * 96, FLOATS[bits % 3], bits)
+        assert check_conformance(native, x, codec, 96, bits)
 
 
+@pytest.mark.skipif(not ISAS, reason="the native backend was not built")
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("cols", [1000, 1024, 10000])
-def test_threads_do_not_change_results(native, monkeypatch, codec, cols):
+def test_threads_do_not_change_results(monkeypatch, codec, cols):
     monkeypatch.setattr(cpu, "PARALLEL_BYTES", 0)
-    x = values("normal", cols * (400_000 // cols), torch.float32, 3)
+    x = values("normal", cols * (200_000 // cols), torch.float32, 3)
+    layout, backend = codec.layout(x.numel(), cols, 3), cpu.load()
+    expected = Pages(layout, 3)
+    assert reference.encode(x, layout, 3, expected.table, expected.space)
     threads = torch.get_num_threads()
     try:
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            assert check_conformance(native, x, codec, cols, 3)
+        for isa in reversed(ISAS):
+            backend.use_isa(isa)
+            for count in (1, 2, 5):
+                torch.set_num_threads(count)
+                compare(backend, x, layout, 3, expected)
     finally:
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_non_finite_is_refused(native, codec, bad, dtype):
-    for place in (0, 300, 1023, 1026):
-        x = values("normal", 1027, dtype, 0)
-        x[place] = bad
-        for bits in (0, 2):
-            assert not check_conformance(native, x, codec, 79, bits)
+def test_non_finite_is_refused(native, codec, bad):
+    layouts = [(bits, codec.layout(1027, 79, bits)) for bits in (0, 2)]
+    for dtype in FLOATS:
+        for place in (0, 300, 1023, 1026):
+            x = values("normal", 1027, dtype, 0)
+            x[place] = bad
+            for bits, layout in layouts:
+                compare(native, x, layout, bits, None)
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
