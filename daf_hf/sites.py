@@ -24,7 +24,21 @@ from .allocation import Option
 from .codecs import Codec
 
 LAYOUT_NODES = frozenset(
-    ["View", "UnsafeView", "ReshapeAlias", "Reshape", "Expand", "Transpose", "Permute", "T", "Clone", "Squeeze", "Unsqueeze", "AsStrided", "Alias"]
+    [
+        "View",
+        "UnsafeView",
+        "ReshapeAlias",
+        "Reshape",
+        "Expand",
+        "Transpose",
+        "Permute",
+        "T",
+        "Clone",
+        "Squeeze",
+        "Unsqueeze",
+        "AsStrided",
+        "Alias",
+    ]
 )
 """Producers that only lay elements out anew: which of them runs depends on sizes."""
 

@@ -1,0 +1,377 @@
+"""Looking at what a model saves: graphs that keep everything, and surveys that keep nothing."""
+
+from __future__ import annotations
+
+import math
+import sys
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .batches import Inputs, batch_of, scalar_loss
+from .codecs import GELU, Codec, gelu_slope
+from .handles import flatten
+from .hook_stack import pop_hooks, push_hooks
+from .kernels.format import MAX_BITS, PAGE_BYTES, Granularity, PageSpace
+from .saved_tensors import COMPRESSIBLE, SMALLEST_BYTES, Compressor, columns, geometry, is_ordinary
+from .sites import SaveSite
+
+SAMPLE_ELEMENTS = 1 << 16
+SAMPLE_ROWS = 128
+"""A codec's distortion is measured on about so many elements, and on no fewer rows than these."""
+
+
+class ProbeTooLargeError(Exception):
+    """The probe's exact tensors would exceed the budget."""
+
+
+@dataclass(eq=False)
+class Item:
+    """Elements that a forward pass saved: a flat tensor, and the shape that was saved.
+
+    Attributes:
+        site: the save site that stored them first.
+        flat: the elements, as they lie in memory.
+        shape, column: of the saved tensor; the dimension whose neighbours are adjacent (-1: none).
+        restored: what a perturbed backward pass reads instead.
+    """
+
+    site: SaveSite
+    flat: Tensor
+    shape: tuple[int, ...]
+    column: int
+    restored: Tensor | None = None
+
+    @property
+    def cols(self) -> int:
+        """Columns of the elements."""
+        return columns(self.shape, self.column, self.flat.numel())
+
+
+@dataclass(eq=False)
+class _Saved:
+    item: Item
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class _Pass:
+    """A forward pass under hooks that see each saved tensor once, with its site.
+
+    Parameters, their low-precision copies and tensors that are not understood stay out of it.
+    """
+
+    def __init__(self, compressor: Compressor) -> None:
+        self.compressor = compressor
+        self.nbytes = 0
+        self._storages: dict[int, StorageWeakRef] = {}
+        self._known: dict[tuple[Any, ...], Any] = {}
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        hooks = (self._pack, self._unpack)
+        calls = self.compressor.tracker.start()
+        push_hooks(hooks)
+        try:
+            yield
+        finally:
+            pop_hooks(hooks)
+            self.compressor.tracker.finish(calls)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        compressor = self.compressor
+        if not is_ordinary(tensor):
+            return tensor.detach()
+        storage = tensor.untyped_storage()
+        if compressor.is_parameter(storage) or compressor.recast_of(tensor) is not None:
+            return tensor.detach()
+        site = compressor.tracker.site(sys._getframe(1), type(tensor.grad_fn))
+        if storage._cdata not in self._storages:
+            # While the weak reference lives, no other storage can have the same address.
+            self._storages[storage._cdata] = StorageWeakRef(storage)
+            self.nbytes += storage.nbytes()
+        shape, stride = tensor.shape, tensor.stride()
+        extent, column, whole = geometry(shape, stride)
+        version = -1 if tensor.is_inference() else tensor._version
+        key = (storage._cdata, tensor.storage_offset(), tensor.dtype, version, extent)
+        if not whole:
+            tensor = tensor.detach().contiguous()
+            key, stride = (*key, shape, stride), tensor.stride()
+            extent, column, _ = geometry(shape, stride)
+        if key not in self._known:
+            item = Item(site, flatten(tensor, extent), tuple(shape), column)
+            self._known[key] = self._first(item)
+        return self._again(self._known[key], shape, stride)
+
+    def _first(self, item: Item) -> Any:
+        """Elements that were not seen before in this pass."""
+        raise NotImplementedError
+
+    def _again(self, known: Any, shape: torch.Size, stride: tuple[int, ...]) -> Any:
+        """What autograd keeps."""
+        raise NotImplementedError
+
+    def _unpack(self, saved: Any) -> Tensor:
+        raise NotImplementedError
+
+
+class Graph(_Pass):
+    """A forward pass with every saved tensor kept, so that any of them can be perturbed.
+
+    Args:
+        compressor: tells parameters apart and names sites.
+        forward: the model's own forward.
+        inputs: its arguments.
+        limit_bytes: what the kept tensors may take.
+
+    Raises:
+        ProbeTooLargeError: when they would take more.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        forward: Callable[..., Any],
+        inputs: Inputs,
+        limit_bytes: float,
+    ) -> None:
+        super().__init__(compressor)
+        self.batch = batch_of(inputs)
+        self.items: dict[SaveSite, list[Item]] = {}
+        self._limit = limit_bytes
+        self._reader: str | None = None
+        args, kwargs = inputs
+        with self._watching():
+            self.loss = scalar_loss(forward(*args, **kwargs), compressor.config.seed)
+
+    def _first(self, item: Item) -> Item:
+        if self.nbytes > self._limit:
+            raise ProbeTooLargeError
+        self.items.setdefault(item.site, []).append(item)
+        return item
+
+    def _again(self, known: Item, shape: torch.Size, stride: tuple[int, ...]) -> _Saved:
+        return _Saved(known, shape, stride)
+
+    def _unpack(self, saved: Tensor | _Saved) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        item = saved.item
+        if self._reader is not None:
+            item.site.consumers.add(self._reader)
+        flat = item.flat if item.restored is None else item.restored
+        return flat.as_strided(saved.shape, saved.stride)
+
+    def label_consumers(self) -> None:
+        """Tell each site which nodes and slots read its tensors, by reading every slot once."""
+        seen: set[Any] = set()
+        waiting = [self.loss.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            waiting.extend(function for function, _ in node.next_functions)
+            for slot in _saved_slots(type(node)):
+                self._reader = f"{node.name()}.{slot.removeprefix('_saved_')}"
+                try:
+                    getattr(node, slot)
+                finally:
+                    self._reader = None
+
+    def gradients(self, parameters: list[nn.Parameter]) -> list[Tensor | None]:
+        """Gradients of the loss; the graph is kept."""
+        return list(
+            torch.autograd.grad(self.loss, parameters, retain_graph=True, allow_unused=True)
+        )
+
+
+def _saved_slots(node_type: type) -> list[str]:
+    slots = [name for name in dir(node_type) if name.startswith("_saved_")]
+    return slots or (["saved_tensors"] if hasattr(node_type, "saved_tensors") else [])
+
+
+@dataclass
+class Finding:
+    """What a survey found of a site.
+
+    Attributes:
+        shape, column: of the first tensor.
+        numel: its elements to store.
+        uses: tensors stored in one forward pass; duplicates of others' do not count.
+        mean_square, mean_magnitude: of its elements.
+        two_valued: it has exactly two values.
+        distortions: for each candidate codec, at 0..8 bits.
+    """
+
+    shape: tuple[int, ...]
+    column: int
+    numel: int
+    uses: int
+    mean_square: float
+    mean_magnitude: float
+    two_valued: bool
+    distortions: dict[Codec, tuple[float, ...]]
+
+
+class Survey(_Pass):
+    """A forward pass of the whole batch that keeps nothing: sizes and distortions as they are.
+
+    Args:
+        compressor, forward, inputs: as for :class:`Graph`.
+        gauge: measures codecs.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        forward: Callable[..., Any],
+        inputs: Inputs,
+        gauge: Gauge,
+    ) -> None:
+        super().__init__(compressor)
+        self.findings: dict[SaveSite, Finding] = {}
+        self._gauge = gauge
+        args, kwargs = inputs
+        with self._watching():
+            forward(*args, **kwargs)
+
+    def _first(self, item: Item) -> bool:
+        found = self.findings.get(item.site)
+        if found is None:
+            self.findings[item.site] = self._find(item)
+        else:
+            found.uses += 1
+        return True
+
+    def _again(self, known: bool, shape: torch.Size, stride: tuple[int, ...]) -> None:
+        return None
+
+    def _unpack(self, saved: None) -> Tensor:
+        raise RuntimeError("a survey keeps nothing; its graph cannot be run backward")
+
+    def _find(self, item: Item) -> Finding:
+        flat = item.flat
+        sample = sample_rows(flat, item.cols).float()
+        empty = not flat.numel()
+        finding = Finding(
+            item.shape,
+            item.column,
+            flat.numel(),
+            1,
+            0.0 if empty else float(sample.square().mean()),
+            0.0 if empty else float(sample.abs().mean()),
+            False,
+            {},
+        )
+        if flat.nbytes >= SMALLEST_BYTES and item.site.compressible:
+            finding.two_valued = is_two_valued(flat)
+            if not finding.two_valued and flat.dtype in COMPRESSIBLE:
+                finding.distortions = self._gauge.distortions(item)
+        return finding
+
+
+def is_two_valued(flat: Tensor) -> bool:
+    """Exactly two values (a constant may just not have shown its other value yet)."""
+    head = flat[:1024]  # most tensors show a third value soon
+    others = head[head != head[0]]
+    if others.numel() and not bool((others == others[0]).all()):
+        return False
+    others = flat[flat != flat[0]]
+    return others.numel() > 0 and bool((others == others[0]).all())
+
+
+def sample_rows(flat: Tensor, cols: int) -> Tensor:
+    """Evenly spaced whole rows: about ``SAMPLE_ELEMENTS`` elements, at least ``SAMPLE_ROWS``."""
+    rows = flat.numel() // cols
+    wanted = max(SAMPLE_ROWS, SAMPLE_ELEMENTS // cols)
+    if rows <= wanted:
+        return flat
+    index = torch.linspace(0, rows - 1, wanted, device=flat.device).long()
+    return flat.view(rows, cols)[index].reshape(-1)
+
+
+class Gauge:
+    """Measures codecs on tensors, with the compressor's own kernels."""
+
+    def __init__(self, compressor: Compressor) -> None:
+        self._backend = compressor.backend
+        self._device = compressor.arena.device
+
+    def distortions(self, item: Item) -> dict[Codec, tuple[float, ...]]:
+        """Distortions at 0..8 bits of every codec worth trying, on a sample of the rows."""
+        flat = sample_rows(item.flat, item.cols)
+        exact = in_terms(item.site, flat)
+        energy = float(exact.square().sum())
+        if not energy > 0 or not math.isfinite(energy):
+            return {}
+        found = {}
+        for codec in candidate_codecs(item.site, flat, item.cols):
+            errors = [
+                float((in_terms(item.site, restored) - exact).square().sum()) / energy
+                for bits, widths in ((0, (0,)), (4, (1, 2, 3, 4)), (8, (5, 6, 7, 8)))
+                for restored in self._decoded(flat, item.cols, codec, bits, widths)
+            ]
+            if len(errors) == MAX_BITS + 1:
+                found[codec] = tuple(errors)
+        return found
+
+    def restore(self, item: Item, codec: Codec, bits: int) -> tuple[Tensor, float]:
+        """The item's elements encoded and decoded, and their distortion.
+
+        The elements themselves, and 0, where the codec cannot represent them.
+        """
+        for restored in self._decoded(item.flat, item.cols, codec, bits, (bits,)):
+            exact = in_terms(item.site, item.flat)
+            error = float((in_terms(item.site, restored) - exact).square().sum())
+            energy = float(exact.square().sum())
+            return restored, error / energy if energy > 0 else 0.0
+        return item.flat, 0.0
+
+    def _decoded(
+        self, flat: Tensor, cols: int, codec: Codec, bits: int, widths: tuple[int, ...]
+    ) -> Iterator[Tensor]:
+        layout = codec.layout(flat.numel(), cols, bits)
+        pages = max(1, layout.pages(bits))
+        memory = torch.empty(pages * PAGE_BYTES, dtype=torch.uint8, device=self._device)
+        space = PageSpace(1 << (pages - 1).bit_length(), [memory], array("q", [memory.data_ptr()]))
+        table = array("i", range(layout.pages(bits)))
+        if self._backend.encode(flat, layout, bits, table, space):
+            for width in widths:
+                out = torch.empty_like(flat)
+                self._backend.decode(out, layout, width, table[: layout.pages(width)], space)
+                yield out
+
+
+def candidate_codecs(site: SaveSite, flat: Tensor, cols: int) -> list[Codec]:
+    """Codecs worth measuring for a tensor of ``cols`` columns."""
+    granularities = [Granularity.GROUP, Granularity.TENSOR]
+    rows = flat.numel() // cols
+    if cols >= 32:
+        granularities.append(Granularity.TOKEN)
+    if rows >= 32 and cols > 1:
+        granularities.append(Granularity.CHANNEL)
+    books = ["uniform", "normal"]
+    if float(flat.min()) >= 0:
+        books.append("root")
+    codecs = [Codec(granularity, book) for granularity in granularities for book in books]
+    if reads_gelu_slope(site):
+        codecs.append(GELU)
+    return codecs
+
+
+def in_terms(site: SaveSite, flat: Tensor) -> Tensor:
+    """The elements in the terms in which their consumer feels an error."""
+    values = flat.float()
+    return gelu_slope(values) if reads_gelu_slope(site) else values
+
+
+def reads_gelu_slope(site: SaveSite) -> bool:
+    """Whether GELU's backward is the only consumer: then only GELU's derivative matters."""
+    return site.consumers == {"GeluBackward0.self"}
