@@ -52,7 +52,7 @@ def cut(inputs: Inputs, start: int, size: Batch) -> Inputs:
             for dim in range(1, leaf.dim()):
                 if leaf.shape[dim] == whole.tokens:
                     leaf = leaf.narrow(dim, 0, size.tokens)
-        return leaf
+        return leaf.contiguous()  # models do take a view(-1) of their labels
 
     args, kwargs = tree_map(part, inputs)
     return args, kwargs
