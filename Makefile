@@ -15,7 +15,7 @@ TORCH_ARGS ?=
 help:  ## Show the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-install: $(STAMP)  ## Create .venv and install the package with its test and demo extras
+install: $(STAMP)  ## Create .venv and install the package with all that the rest needs
 
 demo: $(STAMP)  ## Train plainly and under a budget, and compare
 	$(BIN)/python examples/glue/demo.py
@@ -28,7 +28,7 @@ lint: $(STAMP)  ## Check style
 	$(BIN)/ruff format --check .
 
 typecheck: $(STAMP)  ## Check types
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 clean:  ## Remove .venv, builds, caches and outputs
 	rm -rf $(VENV) build dist outputs *.egg-info .pytest_cache .ruff_cache .hypothesis
@@ -43,8 +43,8 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard kernels/native/*)
 	$(PYTHON) -m venv $(VENV)
 	@echo "== Installing torch"
 	$(PIP) -c constraints.txt $(TORCH_ARGS) torch
-	@echo "== Installing daf-hf with its test and demo extras"
-	$(PIP) -c constraints.txt -e ".[test,demo]"
+	@echo "== Installing daf-hf with all that the demo and the tests need"
+	$(PIP) -c constraints.txt -e ".[dev]"
 	@$(BIN)/python -c 'from daf_hf.kernels import get_backend; \
 		print("== Installed; kernels:", get_backend("auto").name)'
 	@touch $@

@@ -1,6 +1,6 @@
-"""GLUE tasks: what each one looks like, and how to read it from its original files or the Hub.
+r"""GLUE tasks: what each one looks like, and how to read it from its original files or the Hub.
 
-The original ``.tsv`` files follow no quoting rule: a ``"`` is plain text, and only ``\\n`` ends a
+The original ``.tsv`` files follow no quoting rule: a ``"`` is plain text, and only ``\n`` ends a
 row (sentences may hold U+2028 and other characters that ``str.splitlines`` would break at).
 Some start with a byte-order mark, and CoLA has no header.
 """

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import psutil
+from torch import nn
 from transformers import TrainerCallback
 
 _STATUS = Path("/proc/self/status")
@@ -31,12 +32,20 @@ class PeakMemoryCallback(TrainerCallback):
     def above_baseline_bytes(self) -> int:
         return max(0, self.peak_bytes - self.baseline_bytes)
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        if model is not None:
+            _make_resident(model)
         _reset_peak()
         self.baseline_bytes = psutil.Process().memory_info().rss
 
     def on_train_end(self, args, state, control, **kwargs):
         self.peak_bytes = _peak_bytes()
+
+
+def _make_resident(model: nn.Module) -> None:
+    """Read every weight once: loaded from a file, it may only be mapped until it is needed."""
+    for parameter in model.parameters():
+        parameter.detach().sum()
 
 
 def _reset_peak() -> None:

@@ -45,7 +45,7 @@ def _correlation(function, predictions, references) -> float:
 
 METRICS = {
     "accuracy": lambda p, r: float(accuracy_score(r, p)),
-    "f1": lambda p, r: float(f1_score(r, p, zero_division=0)),
+    "f1": lambda p, r: float(f1_score(r, p, zero_division=0)),  # type: ignore[arg-type]
     "matthews_correlation": lambda p, r: float(matthews_corrcoef(r, p)),
     "pearson": lambda p, r: _correlation(pearsonr, p, r),
     "spearmanr": lambda p, r: _correlation(spearmanr, p, r),
@@ -78,7 +78,7 @@ class GlueMetric(evaluate.Metric):
             features=datasets.Features({"predictions": value, "references": value}),
         )
 
-    def _compute(self, predictions, references):
+    def _compute(self, *, predictions=None, references=None, **kwargs):
         return {
             name: METRICS[name](predictions, references) for name in TASK_METRICS[self.config_name]
         }

@@ -1,7 +1,7 @@
-"""Fine-tune a model with LoRA on a GLUE task, with saved activations under a memory budget.
+r"""Fine-tune a model with LoRA on a GLUE task, with saved activations under a memory budget.
 
-    python examples/glue/run_glue.py --model_name_or_path minilm --task_name sst2 \\
-        --data_dir path/to/glue --budget_mb 20 --max_steps 300 --learning_rate 1e-3 \\
+    python examples/glue/run_glue.py --model_name_or_path minilm --task_name sst2 \
+        --data_dir path/to/glue --budget_mb 20 --max_steps 300 --learning_rate 1e-3 \
         --per_device_train_batch_size 32 --output_dir outputs/sst2
 
 Takes all of `transformers.TrainingArguments` besides its own options (``--help``). The metrics
