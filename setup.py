@@ -1,14 +1,15 @@
 """Builds the native CPU backend, where GCC or Clang is at hand; pyproject.toml has the rest."""
 
+from pathlib import Path
+
 from setuptools import Extension, setup
 
 NATIVE = "daf_hf/kernels/native"
-HEADERS = ("abi.h", "codec.inc", "common.h", "parallel.h", "parallel.inc")
 
 native = Extension(
     "daf_hf.kernels._native",
     sources=[f"{NATIVE}/library.cpp"],
-    depends=[f"{NATIVE}/{name}" for name in HEADERS],
+    depends=[str(path) for path in sorted(Path(NATIVE).glob("*.[hi]*"))],
     language="c++",
     # Backends agree bit for bit: no contraction into fused multiply-adds, no -ffast-math.
     extra_compile_args=[

@@ -14,6 +14,15 @@ from daf_hf.kernels.format import MAX_BITS, PAGE_BYTES, Granularity, PageSpace
 BOOKS = ("uniform", "normal", "root", "gelu")
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small tensors, of which torch is slow to make parallel work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def restored(x: torch.Tensor, codec: Codec, bits: int) -> torch.Tensor:
     """``x`` after a round trip through ``codec``."""
     layout = codec.layout(x.numel(), x.shape[-1], bits)

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from array import array
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,6 +57,15 @@ def isas() -> list[str]:
 
 
 ISAS = isas()
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small tensors, of which torch is slow to make parallel work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=ISAS or [pytest.param("", marks=pytest.mark.skip("not built"))])
@@ -193,15 +203,11 @@ def test_threads_do_not_change_results(monkeypatch, codec, cols):
     layout, backend = codec.layout(x.numel(), cols, 3), cpu.load()
     expected = Pages(layout, 3)
     assert reference.encode(x, layout, 3, expected.table, expected.space)
-    threads = torch.get_num_threads()
-    try:
-        for isa in reversed(ISAS):
-            backend.use_isa(isa)
-            for count in (1, 2, 5):
-                torch.set_num_threads(count)
-                compare(backend, x, layout, 3, expected)
-    finally:
-        torch.set_num_threads(threads)
+    for isa in reversed(ISAS):
+        backend.use_isa(isa)
+        for count in (1, 2, 5):
+            monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+            compare(backend, x, layout, 3, expected)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -356,6 +362,7 @@ def test_misfits_are_named(native):
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code],
+        cwd=Path(__file__).parent.parent,
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -413,16 +420,20 @@ import os, torch
 from daf_hf.codecs import Codec
 from daf_hf.kernels import cpu
 from daf_hf.kernels.format import Granularity
-import tests.test_kernels as t
+from tests.test_kernels import Pages
+
 torch.set_num_threads(2)
 x = torch.randn(1 << 20)
-codec = Codec(Granularity.GROUP, "normal")
-t.check_conformance(cpu.load(), x, codec, 1024, 2)
+layout = Codec(Granularity.GROUP, "normal").layout(x.numel(), 1024, 2)
+pages = Pages(layout, 2)
+
+def encode():
+    return cpu.load().encode(x, layout, 2, pages.table, pages.space)
+
+assert encode()
 child = os.fork()
 if child == 0:
-    layout = codec.layout(x.numel(), 1024, 2)
-    pages = t.Pages(layout, 2)
-    os._exit(0 if cpu.load().encode(x, layout, 2, pages.table, pages.space) else 1)
+    os._exit(0 if encode() else 1)
 print(os.waitpid(child, 0)[1])
 """
 
