@@ -1,0 +1,67 @@
+"""Fixtures: tiny models and batches (see tiny.py), and freed memory that does not lie still."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from hypothesis import settings
+from tiny import MODELS, batch, build, hooks_on_stack
+
+from daf_hf.arena import Arena
+
+settings.register_profile("daf_hf", deadline=None, derandomize=True, max_examples=50)
+settings.load_profile("daf_hf")
+
+
+@pytest.fixture(params=MODELS)
+def any_model(request):
+    """Each model with a batch: (name, model, inputs)."""
+    return request.param, build(request.param), batch(request.param)
+
+
+@pytest.fixture
+def bert_model():
+    return build("bert")
+
+
+@pytest.fixture
+def bert_batch():
+    return batch("bert")
+
+
+@pytest.fixture
+def freed_pages_are_noise(monkeypatch):
+    """Pages are overwritten as soon as they are free."""
+    give_back = Arena._give_back
+
+    def poison(self, stored, keep):
+        per = self.space.pages_per_segment
+        for page in stored.table[keep:]:
+            self.space.segments[page // per].view(-1, 1024)[page % per] = 0xFF
+        give_back(self, stored, keep)
+
+    monkeypatch.setattr(Arena, "_give_back", poison)
+
+
+@pytest.fixture
+def collected():
+    """Nothing waits for the garbage collector, before or after."""
+    gc.collect()
+    yield
+    gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def no_hook_is_left():
+    """No test leaves saved-tensors hooks behind, nor another number of threads."""
+    threads = torch.get_num_threads()
+    yield
+    assert hooks_on_stack() is None
+    torch.set_num_threads(threads)
+
+
+def pytest_configure(config):
+    # peft still asks transformers under the old name.
+    config.addinivalue_line("filterwarnings", "ignore:.*is_gradient_checkpointing.*:FutureWarning")
