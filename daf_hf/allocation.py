@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from .codecs import Codec
 
@@ -67,9 +68,7 @@ def greedy(sites: Sequence[Sequence[Option]], budget: float) -> list[Option]:
     chosen = [hull[0] for hull in hulls]
     spent = sum(option.nbytes for option in chosen)
     edges = [
-        (-_slope(a, b), index, b)
-        for index, hull in enumerate(hulls)
-        for a, b in zip(hull, hull[1:], strict=False)
+        (-_slope(a, b), index, b) for index, hull in enumerate(hulls) for a, b in pairwise(hull)
     ]
     edges.sort(key=lambda edge: edge[0])
     for _, index, option in edges:

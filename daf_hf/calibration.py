@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from .batches import Inputs, batch_of, cut
 from .codecs import Codec
@@ -236,9 +237,9 @@ def _square(tensors: list[Tensor | None]) -> float:
 
 
 @contextmanager
-def _unversioned(tensors: list[nn.Parameter]) -> Iterator[None]:
+def _unversioned(tensors: Sequence[Tensor]) -> Iterator[None]:
     """In-place changes inside do not count as such for graphs that are alive."""
-    with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
+    with _unsafe_preserve_version_counter(tuple(tensors)):
         yield
 
 
@@ -263,5 +264,5 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
         for module, name, buffer, before in buffers:
             module._buffers[name] = buffer
             if not torch.equal(buffer, before):
-                with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter((buffer,)):
+                with torch.no_grad(), _unversioned([buffer]):
                     buffer.copy_(before)

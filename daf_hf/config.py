@@ -20,6 +20,7 @@ ALL_BITS = (0, 1, 2, 3, 4, 5, 6, 7, 8)
 
 
 def _option(default: Any, text: str) -> Any:
+    """A field with a help text, as PEFT's and transformers' arguments have."""
     return field(default=default, metadata={"help": text})
 
 

@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arena import Stored
 from .refusal import Refusal
+from .sites import SaveSite
 from .spill import SpillFile
+from .tensors import flatten
 
 _EMPTY: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
@@ -116,7 +119,7 @@ class Physical:
 
     __slots__ = ("__weakref__", "lease", "private", "site")
 
-    def __init__(self, site: Any, lease: Lease | None = None, private: bool = False) -> None:
+    def __init__(self, site: SaveSite, lease: Lease | None = None, private: bool = False) -> None:
         self.site = site
         self.lease = lease
         self.private = private
@@ -126,12 +129,47 @@ class Physical:
         raise NotImplementedError
 
 
+class Pages(Physical):
+    """Elements in the arena."""
+
+    __slots__ = ("decode", "dtype", "stored")
+
+    def __init__(
+        self,
+        site: SaveSite,
+        lease: Lease,
+        private: bool,
+        stored: Stored,
+        dtype: torch.dtype,
+        decode: Callable[[Stored, torch.dtype], Tensor],
+    ) -> None:
+        super().__init__(site, lease, private)
+        self.stored = stored
+        self.dtype = dtype
+        self.decode = decode
+
+    def flat(self) -> Tensor:
+        if self.private:
+            self._check_consumer()
+        return self.decode(self.stored, self.dtype)
+
+    def _check_consumer(self) -> None:
+        node = torch._C._current_autograd_node()
+        site = self.site
+        if node is not None and not any(c.startswith(f"{node.name()}.") for c in site.consumers):
+            raise RuntimeError(
+                f"{node.name()} reads the tensor saved at {site.name}, which calibration saw read "
+                f"by {site.consumer} alone. The model's graph changed in a way that daf_hf cannot "
+                f"follow; exclude={[site.module]!r} stores it exactly."
+            )
+
+
 class Copy(Physical):
     """Elements held exactly."""
 
     __slots__ = ("elements",)
 
-    def __init__(self, site: Any, elements: Tensor, lease: Lease) -> None:
+    def __init__(self, site: SaveSite, elements: Tensor, lease: Lease) -> None:
         super().__init__(site, lease)
         self.elements = elements
 
@@ -144,7 +182,7 @@ class Spilled(Physical):
 
     __slots__ = ("device", "dtype", "host", "numel", "offset", "spill")
 
-    def __init__(self, site: Any, flat: Tensor, spill: SpillFile) -> None:
+    def __init__(self, site: SaveSite, flat: Tensor, spill: SpillFile) -> None:
         self.numel, self.dtype, self.device = flat.numel(), flat.dtype, flat.device
         self.spill = spill
         self.host: Tensor | None = None
@@ -169,7 +207,7 @@ class Refused(Physical):
 
     __slots__ = ("refusal",)
 
-    def __init__(self, site: Any, refusal: Refusal) -> None:
+    def __init__(self, site: SaveSite, refusal: Refusal) -> None:
         super().__init__(site)
         self.refusal = refusal
 
@@ -197,8 +235,3 @@ class View(Handle):
 
     def _restore(self) -> Tensor:
         return self.physical.flat().as_strided(self.shape, self.stride)
-
-
-def flatten(tensor: Tensor, extent: int) -> Tensor:
-    """The ``extent`` elements of memory from the tensor's first one, as a 1-D view."""
-    return tensor.detach().as_strided((extent,), (1,))

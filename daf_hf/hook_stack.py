@@ -9,7 +9,7 @@ import torch
 
 Hooks = tuple[Callable[..., Any], Callable[..., Any]]
 
-_autograd = torch._C._autograd
+_autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
 
 
 def push_hooks(hooks: Hooks) -> None:

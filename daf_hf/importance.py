@@ -57,9 +57,10 @@ def resolve_importance(spec: str | Metric) -> Metric:
     Raises:
         ValueError: naming the option, the value and what is allowed.
     """
-    if callable(spec):
-        return spec
-    if isinstance(spec, str) and spec in _METRICS:
+    if not isinstance(spec, str):
+        if callable(spec):
+            return spec
+    elif spec in _METRICS:
         return _METRICS[spec]
     help_ = (
         f"use one of {sorted(_METRICS)}, 'package.module:object', or a callable (site, probe) -> "

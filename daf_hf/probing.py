@@ -16,11 +16,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .batches import Inputs, batch_of, scalar_loss
 from .codecs import GELU, Codec, gelu_slope
-from .handles import flatten
 from .hook_stack import pop_hooks, push_hooks
 from .kernels.format import MAX_BITS, PAGE_BYTES, Granularity, PageSpace
-from .saved_tensors import COMPRESSIBLE, SMALLEST_BYTES, Compressor, columns, geometry, is_ordinary
+from .saved_tensors import COMPRESSIBLE, SMALLEST_BYTES, Compressor
 from .sites import SaveSite
+from .tensors import columns, flatten, geometry, is_ordinary, is_two_valued
 
 SAMPLE_ELEMENTS = 1 << 16
 SAMPLE_ROWS = 128
@@ -275,16 +275,6 @@ class Survey(_Pass):
             if not finding.two_valued and flat.dtype in COMPRESSIBLE:
                 finding.distortions = self._gauge.distortions(item)
         return finding
-
-
-def is_two_valued(flat: Tensor) -> bool:
-    """Exactly two values (a constant may just not have shown its other value yet)."""
-    head = flat[:1024]  # most tensors show a third value soon
-    others = head[head != head[0]]
-    if others.numel() and not bool((others == others[0]).all()):
-        return False
-    others = flat[flat != flat[0]]
-    return others.numel() > 0 and bool((others == others[0]).all())
 
 
 def sample_rows(flat: Tensor, cols: int) -> Tensor:

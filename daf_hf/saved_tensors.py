@@ -13,7 +13,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from time import perf_counter
 from types import FrameType
 from typing import Any
@@ -25,12 +24,20 @@ from .accounting import Ledger
 from .arena import PAGE_COST, Arena, Stored
 from .codecs import BINARY, GENERAL, Codec
 from .config import DAFConfig
-from .handles import Copy, Handle, Kept, Lease, Physical, Recast, Refused, Spilled, View, flatten
+from .handles import Copy, Handle, Kept, Lease, Pages, Physical, Recast, Refused, Spilled, View
 from .hook_stack import pop_hooks, push_hooks
 from .kernels import get_backend
 from .refusal import BudgetError, Refusal
 from .sites import SaveSite, SiteTracker
 from .spill import SpillFile
+from .tensors import (
+    columns,
+    contiguous_stride,
+    flatten,
+    geometry,
+    is_ordinary,
+    may_be_two_valued,
+)
 from .workspace import Workspace
 
 SMALLEST_BYTES = 4096
@@ -43,60 +50,6 @@ WORKSPACE_BYTES = 1 << 27
 UNPLANNED_BITS = 4
 UNPLANNED_COSTS = tuple(4.0**-bits for bits in range(9))
 """Width and costs for sites that no plan knows yet (a tensor's own energy counts 1)."""
-
-
-@lru_cache(maxsize=65536)
-def geometry(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, int, bool]:
-    """Extent in memory, column dimension, and whether the extent is all there is to store.
-
-    The extent of an expanded tensor is that of what was expanded; that of a slice with gaps is
-    larger than its elements, and the slice must be copied together first.
-    """
-    extent, elements, column = 1, 1, -1
-    for index, (size, step) in enumerate(zip(shape, stride, strict=True)):
-        if size == 0:
-            return 0, -1, True
-        extent += (size - 1) * step
-        if step:
-            elements *= size
-        if step == 1 and size > 1:
-            column = index
-    return extent, column, extent <= elements
-
-
-class Pages(Physical):
-    """Elements in the arena."""
-
-    __slots__ = ("compressor", "dtype", "stored")
-
-    def __init__(
-        self,
-        compressor: Compressor,
-        site: SaveSite,
-        stored: Stored,
-        codec: Codec,
-        dtype: torch.dtype,
-        lease: Lease,
-    ) -> None:
-        super().__init__(site, lease, codec.private)
-        self.compressor = compressor
-        self.stored = stored
-        self.dtype = dtype
-
-    def flat(self) -> Tensor:
-        if self.private:
-            self._check_consumer()
-        return self.compressor.decode(self.stored, self.dtype)
-
-    def _check_consumer(self) -> None:
-        node = torch._C._current_autograd_node()
-        site = self.site
-        if node is not None and not any(c.startswith(f"{node.name()}.") for c in site.consumers):
-            raise RuntimeError(
-                f"{node.name()} reads the tensor saved at {site.name}, which calibration saw read "
-                f"by {site.consumer} alone. The model's graph changed in a way that daf_hf cannot "
-                f"follow; exclude={[site.module]!r} stores it exactly."
-            )
 
 
 class Compressor:
@@ -335,7 +288,8 @@ class Compressor:
             if not codec.lossless:
                 self.ledger.count("not_finite")
             return None
-        return Pages(self, site, stored, codec, flat.dtype, Lease(self._end_pages, stored))
+        lease = Lease(self._end_pages, stored)
+        return Pages(site, lease, codec.private, stored, flat.dtype, self.decode)
 
     def _make_room(self, stored: Stored) -> bool:
         """Insert ``stored``, demoting whatever costs least per page: the live ones or itself."""
@@ -450,38 +404,3 @@ class Compressor:
             return None
         self.arena.outside_bytes += nbytes
         return Lease(self._end_outside, nbytes)
-
-
-def columns(shape: tuple[int, ...], column: int, numel: int) -> int:
-    """Elements of the dimension whose neighbours are adjacent in memory (1 where it is none)."""
-    size = shape[column] if column >= 0 else 1
-    return size if size and numel % size == 0 else 1
-
-
-def is_ordinary(tensor: Tensor) -> bool:
-    """Whether a tensor is a plain strided one with memory of its own."""
-    return (
-        type(tensor) in (Tensor, nn.Parameter)
-        and tensor.layout is torch.strided
-        and not tensor.is_meta
-        and not tensor.is_quantized
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    )
-
-
-def may_be_two_valued(flat: Tensor) -> bool:
-    """Whether the first elements have at most two values."""
-    sample = flat[:256]
-    others = sample[sample != sample[0]]
-    return others.numel() == 0 or bool((others == others[0]).all())
-
-
-def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(stride))

@@ -263,7 +263,7 @@ class Session:
         return reports
 
 
-def _optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> int:
+def _optimizer_bytes(optimizer: Any) -> int:
     total = 0
     while optimizer is not None and hasattr(optimizer, "optimizer"):  # accelerate wraps it
         optimizer = optimizer.optimizer

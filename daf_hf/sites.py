@@ -2,8 +2,9 @@
 
 A site's key is the module whose call saves the tensor, whether that module trains, the two
 instructions (code object and offset) that lead to the operation, the kind of node that produced
-the tensor, and the ordinal among equal ones within the call. It does not count saves across modules or calls, so a dropped layer, a
-toggled dropout or an optional branch never shifts another site.
+the tensor, and the ordinal among equal ones within the call. It does not count saves across
+modules or calls, so a dropped layer, a toggled dropout or an optional branch never shifts another
+site.
 """
 
 from __future__ import annotations

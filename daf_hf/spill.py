@@ -26,7 +26,7 @@ class SpillFile:
         Raises:
             OSError: when the disk is full, naming the folder.
         """
-        data = flat.view(torch.uint8).numpy()
+        data = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
         try:
             written = os.pwrite(self._file.fileno(), data, self._end)
             if written != data.nbytes:
@@ -44,7 +44,7 @@ class SpillFile:
 
     def read(self, offset: int, out: Tensor) -> None:
         """Fill the flat CPU tensor ``out`` from ``offset``."""
-        data = out.view(torch.uint8).numpy()
+        data = memoryview(out.view(torch.uint8).numpy())  # type: ignore[arg-type]
         if os.preadv(self._file.fileno(), [data], offset) != data.nbytes:
             raise OSError("the spill file is shorter than what was written to it")
 

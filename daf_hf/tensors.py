@@ -1,0 +1,78 @@
+"""Facts about single tensors: how they lie in memory, and what values they have."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=65536)
+def geometry(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, int, bool]:
+    """Extent in memory, column dimension, and whether the extent is all there is to store.
+
+    The extent of an expanded tensor is that of what was expanded; that of a slice with gaps is
+    larger than its elements, and the slice must be copied together first.
+    """
+    extent, elements, column = 1, 1, -1
+    for index, (size, step) in enumerate(zip(shape, stride, strict=True)):
+        if size == 0:
+            return 0, -1, True
+        extent += (size - 1) * step
+        if step:
+            elements *= size
+        if step == 1 and size > 1:
+            column = index
+    return extent, column, extent <= elements
+
+
+def columns(shape: tuple[int, ...], column: int, numel: int) -> int:
+    """Elements of the dimension whose neighbours are adjacent in memory (1 where it is none)."""
+    size = shape[column] if column >= 0 else 1
+    return size if size and numel % size == 0 else 1
+
+
+def is_ordinary(tensor: Tensor) -> bool:
+    """Whether a tensor is a plain strided one with memory of its own."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_meta
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not _functorch.is_functorch_wrapped_tensor(tensor)
+    )
+
+
+def may_be_two_valued(flat: Tensor) -> bool:
+    """Whether the first elements have at most two values."""
+    sample = flat[:256]
+    others = sample[sample != sample[0]]
+    return others.numel() == 0 or bool((others == others[0]).all())
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def flatten(tensor: Tensor, extent: int) -> Tensor:
+    """The ``extent`` elements of memory from the tensor's first one, as a 1-D view."""
+    return tensor.detach().as_strided((extent,), (1,))
+
+
+def is_two_valued(flat: Tensor) -> bool:
+    """Exactly two values (a constant may just not have shown its other value yet)."""
+    if not may_be_two_valued(flat):
+        return False
+    others = flat[flat != flat[0]]
+    return others.numel() > 0 and bool((others == others[0]).all())
