@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import weakref
 
 import torch
 from torch import Tensor
@@ -12,13 +13,18 @@ from torch import Tensor
 class SpillFile:
     """A temporary file without a name; it never outlives the process.
 
-    The file is emptied when nothing in it is alive.
+    The file is made when something is first written, and emptied when nothing in it is alive.
     """
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(prefix="daf_hf-")  # noqa: SIM115 - lives as long as we
+        self._descriptor = -1
         self._end = 0
         self._alive = 0
+
+    def _open(self) -> None:
+        file = tempfile.TemporaryFile(prefix="daf_hf-")  # noqa: SIM115 - closed at our end
+        weakref.finalize(self, file.close)
+        self._descriptor = file.fileno()
 
     def write(self, flat: Tensor) -> int:
         """Append a flat CPU tensor; returns its offset.
@@ -28,7 +34,9 @@ class SpillFile:
         """
         data = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
         try:
-            written = os.pwrite(self._file.fileno(), data, self._end)
+            if self._descriptor < 0:
+                self._open()
+            written = os.pwrite(self._descriptor, data, self._end)
             if written != data.nbytes:
                 raise OSError(f"wrote {written} of {data.nbytes} bytes")
         except OSError as error:
@@ -45,7 +53,7 @@ class SpillFile:
     def read(self, offset: int, out: Tensor) -> None:
         """Fill the flat CPU tensor ``out`` from ``offset``."""
         data = memoryview(out.view(torch.uint8).numpy())  # type: ignore[arg-type]
-        if os.preadv(self._file.fileno(), [data], offset) != data.nbytes:
+        if os.preadv(self._descriptor, [data], offset) != data.nbytes:
             raise OSError("the spill file is shorter than what was written to it")
 
     def forget(self, _: int) -> None:
@@ -53,4 +61,4 @@ class SpillFile:
         self._alive -= 1
         if not self._alive:
             self._end = 0
-            os.ftruncate(self._file.fileno(), 0)
+            os.ftruncate(self._descriptor, 0)
