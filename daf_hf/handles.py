@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ class Version:
         if empty is None:
             empty = _EMPTY[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self._counter = tensor.detach()
-        self._counter.data = empty
+        with suppress(RuntimeError):  # sparse tensors and the like, which are kept anyhow
+            self._counter.data = empty
         self._shape = tensor.shape
         self._version = tensor._version
 

@@ -279,7 +279,8 @@ class Compressor:
     ) -> Physical | None:
         """Encode into pages; None when the codec cannot represent the elements."""
         if self.refusal or not self._make_room(stored):
-            return self._overflow(flat, site, stored.layout.pages(stored.bits) * PAGE_COST)
+            fewest = stored.layout.pages(stored.widths[0])
+            return self._overflow(flat, site, fewest * PAGE_COST)
         began = perf_counter()
         done = self.backend.encode(flat, stored.layout, stored.bits, stored.table, self.arena.space)
         self.ledger.kernel_seconds += perf_counter() - began
