@@ -69,7 +69,7 @@ def test_bad_value_is_named(name, value):
 
 
 def test_unknown_option_is_named_with_those_there_are():
-    with pytest.raises(ValueError, match="bugdet_mb.*budget_mb"):
+    with pytest.raises(ValueError, match=r"bugdet_mb.*budget_mb"):
         DAFConfig.build(bugdet_mb=3)
 
 
@@ -81,7 +81,7 @@ def test_refusal_names_what_is_allowed(choice):
 
 
 def test_importance_refusal_names_the_metrics():
-    with pytest.raises(ValueError, match="gradient.*magnitude"):
+    with pytest.raises(ValueError, match=r"gradient.*magnitude"):
         DAFConfig(importance="unheard")
 
 

@@ -298,3 +298,28 @@ def nothing_held(compressor):
         and not compressor.ledger._holdings
         and compressor.ledger.plain == 0
     )
+
+
+class Reads(torch.autograd.Function):
+    """Saves tensors as they are, and hands those that backward gets to ``out``."""
+
+    @staticmethod
+    def forward(ctx, trained, out, *tensors):
+        ctx.save_for_backward(*tensors)
+        ctx.out = out
+        return trained.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.out.extend(ctx.saved_tensors)
+        return (gradient, None, *(None for _ in ctx.saved_tensors))
+
+
+def save(*tensors):
+    """A graph that saved the tensors: (its output, the list that backward puts them into)."""
+    out = []
+    return Reads.apply(torch.zeros(1, requires_grad=True), out, *tensors), out
+
+
+class Tagged(torch.Tensor):
+    """A tensor subclass."""
