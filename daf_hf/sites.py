@@ -43,6 +43,8 @@ LAYOUT_NODES = frozenset(
 )
 """Producers that only lay elements out anew: which of them runs depends on sizes."""
 
+_OURS = f"{__package__}."
+
 DIM_CONSTANT, DIM_BATCH, DIM_TOKENS, DIM_BOTH = range(4)
 
 
@@ -226,8 +228,11 @@ class SiteTracker:
         call = calls[-1]
         path: tuple[Any, ...] = ()
         if frame is not None:
+            path = (frame.f_code, frame.f_lasti)
             back = frame.f_back
-            path = (frame.f_code, frame.f_lasti, back and back.f_code, back and back.f_lasti)
+            # The root's own operations: called by ours, from several places.
+            if back is not None and not back.f_globals.get("__name__", "").startswith(_OURS):
+                path = (*path, back.f_code, back.f_lasti)
         kind = producer.__name__.rstrip("0123456789").removesuffix("Backward")
         path = ("layout" if kind in LAYOUT_NODES else kind, *path)
         ordinal = call.seen.get(path, 0)
