@@ -199,6 +199,13 @@ def batch(name, examples=8, tokens=16, seed=0):
     return {"input_ids": ids, "attention_mask": mask, "labels": integers(0, 2, examples)}
 
 
+def checkpointing(model, reentrant):
+    """Switch gradient checkpointing on, under the name that transformers has for it."""
+    model.enable_input_require_grads()
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": reentrant})
+
+
 def loss_of(outputs):
     return outputs["loss"]
 
@@ -247,6 +254,7 @@ class Watch:
         peak: the most there was.
         footprint_peak: the most there was with whole segments in place of pages.
         packs: saved tensors seen.
+        sites: save sites whose tensors were stored.
     """
 
     def __init__(self, compressor):
@@ -254,19 +262,21 @@ class Watch:
         self.peak = self.packs = 0
         self.footprint_peak = 0
         self._physicals = weakref.WeakSet()
-        pack, unpack = compressor._hooks
+        self.sites = set()
+        save = compressor._save
 
-        def counting(tensor):
-            handle = pack(tensor)
+        def counting(tensor, frame):
+            handle = save(tensor, frame)
             self.packs += 1
             physical = getattr(handle, "physical", None)
             if physical is not None:
                 self._physicals.add(physical)
+                self.sites.add(physical.site)
             self.peak = max(self.peak, self.held())
             self.footprint_peak = max(self.footprint_peak, self.footprint())
             return handle
 
-        compressor._hooks = (counting, unpack)
+        compressor._save = counting
 
     def held(self):
         """Pages with their table entries, and exact copies, of all that is alive."""
