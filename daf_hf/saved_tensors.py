@@ -112,6 +112,8 @@ class Compressor:
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Compress what autograd saves inside, in this thread."""
+        if not self.active:
+            self.refusal = Refusal()
         self.workspace.clear()
         self.learn_parameters()
         calls = self.tracker.start()
@@ -146,6 +148,7 @@ class Compressor:
         """Change the budget; False when what is live stays above it for now."""
         with self.lock:
             self._bury()
+            self.refusal = Refusal()
             return self.arena.set_limit(limit_bytes)
 
     # Pack and unpack ---------------------------------------------------------------------------

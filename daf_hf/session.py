@@ -7,7 +7,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from time import perf_counter
 from typing import Any
 
@@ -131,13 +131,12 @@ class Session:
         return outputs
 
     def _in_scope(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self.compressor.active:
-            return original(*args, **kwargs)
+        compressor = self.compressor
         try:
-            with self.compressor.scope():
+            with nullcontext() if compressor.active else compressor.scope():
                 return original(*args, **kwargs)
         except BaseException:
-            self.compressor.take_refusal()
+            compressor.take_refusal()
             raise
 
     def _calibration_due(self) -> bool:
@@ -157,7 +156,8 @@ class Session:
         try:
             Calibration(self.compressor, original, inputs).run()
         except CalibrationError as error:
-            logger.warning("daf_hf: no calibration at step %d: %s", self.step, error)
+            # Its text alone: whoever keeps the record would keep the graph by the traceback.
+            logger.warning("daf_hf: no calibration at step %d: %s", self.step, str(error))
         finally:
             self.compressor.unplanned.clear()
         self.planner.learn_candidates(batch_of(inputs))
