@@ -1,4 +1,4 @@
-"""daf_hf in a Hugging Face Trainer: one callback, or :func:`attach` for losses outside the model."""
+"""daf_hf in a Hugging Face Trainer: one callback, or ``attach`` for losses outside the model."""
 
 from __future__ import annotations
 
@@ -142,7 +142,8 @@ def attach(trainer: Trainer, config: Any = None, **options: Any) -> DAFCallback:
 
     Args:
         trainer: the trainer, before ``train()``.
-        config, **options: as for :class:`DAFCallback`.
+        config: as for :class:`DAFCallback`.
+        **options: as for :class:`DAFCallback`.
 
     Returns:
         The callback, for its ``report`` and ``set_budget``.

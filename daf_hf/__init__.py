@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ._version import __version__
 from .accounting import MemoryReport
 from .config import DAFConfig
 from .importance import register_importance
@@ -12,8 +13,6 @@ from .refusal import BudgetError
 
 if TYPE_CHECKING:
     from .callbacks import DAFCallback, attach
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BudgetError",

@@ -203,6 +203,14 @@ class Arena:
             self._release_segments(excess)
         return within
 
+    def trim(self) -> None:
+        """Give back the segments in which nothing lives."""
+        per = self.space.pages_per_segment
+        sizes = self._segment_sizes()
+        free_of = np.bincount(np.array(self._free, np.int64) // per, minlength=len(sizes))
+        empty = np.flatnonzero((sizes == free_of) & (sizes > 0))
+        self._drop_segments(empty)
+
     def _footprint(self) -> int:
         """Bytes taken from the device, page tables and outside bytes included."""
         return self.reserved_bytes + self.used_pages * TABLE_ENTRY_BYTES + self.outside_bytes
@@ -259,12 +267,14 @@ class Arena:
             to_move += int(live_of[index])
             room -= int(free_of[index])
         if victims:
-            self._free = array("i", free[~np.isin(free // per, victims)].tobytes())
-            self._evacuate(victims)
+            self._drop_segments(np.array(victims))
         return released * PAGE_BYTES >= excess
 
-    def _evacuate(self, victims: list[int]) -> None:
+    def _drop_segments(self, victims: np.ndarray) -> None:
+        """Move what lives in some segments to free pages of the others, and give them back."""
         per = self.space.pages_per_segment
+        free = np.array(self._free, np.int32)
+        self._free = array("i", free[~np.isin(free // per, victims)].tobytes())
         moved = np.arange(len(self.space.segments) * per, dtype=np.int32)
         for stored in self._live:
             table = np.frombuffer(stored.table, np.int32)

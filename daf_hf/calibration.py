@@ -37,6 +37,9 @@ PILOT_EXAMPLES = 2
 PILOT_SHARE = 3
 """Sixteenths of the tokens that the pilot takes."""
 
+SMALL_SHARE = 0.05
+"""Sites below this share of the average site's bytes are not measured."""
+
 SMALLEST_PROBE_TOKENS = 4
 SHARE_OF_BUDGET = 0.9
 """Of the budget, what a graph that keeps everything may take."""
@@ -69,17 +72,19 @@ class Calibration:
         widths = [b for b in compressor.config.bits if b] or [max(compressor.config.bits)]
         self._bits = min(widths, key=lambda bits: abs(bits - PROBE_BITS))
         self._codecs: dict[SaveSite, Codec] = {}
+        self._nbytes: dict[SaveSite, int] = {}
         self._graph: Graph | None = None
         self._reference: list[Tensor | None] = []
 
     def run(self) -> None:
         """Measure, and write what was found into the sites."""
         with untouched(self.compressor.model, self.compressor.device):
-            pilot = self._pilot()
-            bytes_per_token = pilot.nbytes / (pilot.batch.examples * pilot.batch.tokens)
-            self._survey(pilot)
-            with self._moved_off_zero(pilot):
-                del pilot
+            with self._pilot() as pilot:
+                bytes_per_token = pilot.nbytes / (pilot.batch.examples * pilot.batch.tokens)
+                pilot.label_consumers()
+                self._survey(pilot)
+                moves = self._moves_off_zero(pilot)
+            with _moved(moves):
                 self._measure(bytes_per_token)
         for site in self.compressor.tracker.sites.values():
             site.known = True
@@ -96,14 +101,12 @@ class Calibration:
         tokens = min(whole.tokens, max(SMALLEST_PROBE_TOKENS, whole.tokens * PILOT_SHARE // 16))
         size = Batch(min(PILOT_EXAMPLES, whole.examples), tokens)
         try:
-            pilot = self._build(0, size)
+            return self._build(0, size)
         except ProbeTooLargeError:
             raise CalibrationError(
                 f"even {size.examples} examples of {size.tokens} tokens, held exactly, exceed "
                 "the budget"
             ) from None
-        pilot.label_consumers()
-        return pilot
 
     def _survey(self, pilot: Graph) -> None:
         survey = Survey(self.compressor, self._forward, self._inputs, self._gauge)
@@ -125,6 +128,7 @@ class Calibration:
             site.two_valued = found.two_valued
             site.distortions = found.distortions
             if found.distortions:
+                self._nbytes[site] = found.numel * found.uses * site.dtype.itemsize
                 self._codecs[site] = min(
                     found.distortions, key=lambda codec: found.distortions[codec][self._bits]
                 )
@@ -161,19 +165,19 @@ class Calibration:
         metric = resolve_importance(self.compressor.config.importance)
         for start in range(0, examples, size.examples):
             count = min(size.examples, examples - start)
-            self._graph = graph = self._build(start, Batch(count, size.tokens))
-            self._reference = graph.gradients(self._parameters)
-            weight = _square(self._reference)
-            if not math.isfinite(weight):
-                raise CalibrationError("the probe's gradients are not finite")
-            weights += weight
-            for site in self._codecs:
-                if site in graph.items:
-                    value = float(metric(site, self))
-                    weighted[site] = weighted.get(site, 0.0) + weight * value
-                    for item in graph.items[site]:
-                        item.restored = None
-            self._graph = None
+            with self._build(start, Batch(count, size.tokens)) as graph:
+                self._graph = graph
+                self._reference = graph.gradients(self._parameters)
+                weight = _square(self._reference)
+                if not math.isfinite(weight):
+                    raise CalibrationError("the probe's gradients are not finite")
+                weights += weight
+                for site in self._large_sites():
+                    if site in graph.items:
+                        value = float(metric(site, self))
+                        weighted[site] = weighted.get(site, 0.0) + weight * value
+                        for item in graph.items[site]:
+                            item.restored = None
         for site, total in weighted.items():
             measured = total / weights if weights > 0 else 0.0
             if not math.isfinite(measured) or measured < 0:
@@ -183,6 +187,18 @@ class Calibration:
                 )
             old = site.importance
             site.importance = measured if old is None else (old + measured) / 2
+        dearest = max((s.importance or 0.0 for s in weighted), default=0.0)
+        for site in self._codecs.keys() - weighted.keys():
+            site.importance = dearest
+
+    def _large_sites(self) -> list[SaveSite]:
+        """The sites worth a backward pass each.
+
+        The many small ones (statistics of normalisations, LoRA's inner activations) are taken to
+        be as dear as the dearest: they then get many bits, which costs next to nothing.
+        """
+        average = sum(self._nbytes.values()) / max(1, len(self._nbytes))
+        return [site for site, size in self._nbytes.items() if size >= SMALL_SHARE * average]
 
     def distortion(self, site: SaveSite) -> float:
         """See :class:`daf_hf.importance.Probe`."""
@@ -208,28 +224,36 @@ class Calibration:
         ]
         return _square(change) / norm if norm > 0 else 0.0
 
-    @contextmanager
-    def _moved_off_zero(self, pilot: Graph) -> Iterator[None]:
-        """Move parameters that are all zero by one signed gradient step, and back afterwards.
+    def _moves_off_zero(self, pilot: Graph) -> dict[nn.Parameter, Tensor]:
+        """For parameters that are all zero, one signed gradient step.
 
         While LoRA's B is zero, A has no gradient and every input of A looks free. Adam's first
         steps move B by about the learning rate times the gradient's sign; so does this.
         """
         zero = [p for p in self._parameters if not p.is_meta and not bool(p.any())]
-        gradients = torch.autograd.grad(pilot.loss, zero, allow_unused=True) if zero else ()
-        del pilot.loss
-        try:
-            with torch.no_grad(), _unversioned(zero):
-                for parameter, gradient in zip(zero, gradients, strict=True):
-                    if gradient is not None:
-                        parameter.copy_(-NUDGE * gradient.sign())
-            yield
-        finally:
-            with torch.no_grad(), _unversioned(zero):
-                for parameter in zero:
-                    parameter.zero_()
-            # Autocast may have cached low-precision copies of the moved parameters.
-            torch.clear_autocast_cache()
+        gradients = pilot.gradients(zero) if zero else []
+        return {
+            parameter: -NUDGE * gradient.sign()
+            for parameter, gradient in zip(zero, gradients, strict=True)
+            if gradient is not None
+        }
+
+
+@contextmanager
+def _moved(moves: dict[nn.Parameter, Tensor]) -> Iterator[None]:
+    """Inside, the parameters have these values; afterwards, bit for bit their own."""
+    before = [parameter.detach().clone() for parameter in moves]
+    try:
+        with torch.no_grad(), _unversioned(list(moves)):
+            for parameter, value in moves.items():
+                parameter.copy_(value)
+        yield
+    finally:
+        with torch.no_grad(), _unversioned(list(moves)):
+            for parameter, value in zip(moves, before, strict=True):
+                parameter.copy_(value)
+        # Autocast may have cached low-precision copies of the moved parameters.
+        torch.clear_autocast_cache()
 
 
 def _square(tensors: list[Tensor | None]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import platform
+from functools import cache
 
 logger = logging.getLogger("daf_hf")
 
@@ -24,12 +25,29 @@ def tune_malloc() -> bool:
         Whether it was set. Another C library or a replaced allocator (jemalloc, tcmalloc, ...)
         is left alone.
     """
+    libc = _glibc()
+    return libc is not None and bool(libc.mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES))
+
+
+def trim_malloc() -> bool:
+    """Give glibc's free memory back to the system, below its mmap threshold too.
+
+    Returns:
+        Whether any was given back.
+    """
+    libc = _glibc()
+    return libc is not None and bool(libc.malloc_trim(0))
+
+
+@cache
+def _glibc() -> ctypes.CDLL | None:
+    """The C library, where it is glibc and its malloc is in use."""
     if platform.libc_ver()[0] != "glibc":
         logger.debug("daf_hf: the C library is not glibc; malloc is left alone")
-        return False
+        return None
     process = ctypes.CDLL(None)
     other = next((name for name in _OTHER_ALLOCATORS if hasattr(process, name)), None)
     if other is not None:
         logger.info("daf_hf: another allocator is loaded (%s); malloc is left alone", other)
-        return False
-    return bool(process.mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES))
+        return None
+    return process

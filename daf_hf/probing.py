@@ -124,6 +124,8 @@ class _Pass:
 class Graph(_Pass):
     """A forward pass with every saved tensor kept, so that any of them can be perturbed.
 
+    To be used in a ``with`` statement: only its end lets the tensors go.
+
     Args:
         compressor: tells parameters apart and names sites.
         forward: the model's own forward.
@@ -184,6 +186,16 @@ class Graph(_Pass):
                     getattr(node, slot)
                 finally:
                     self._reader = None
+
+    def __enter__(self) -> Graph:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        # The graph's nodes hold our hooks, and we hold the graph: the collector does not see
+        # that cycle, for it goes through C++.
+        del self.loss
+        self.items.clear()
+        self._known.clear()
 
     def gradients(self, parameters: list[nn.Parameter]) -> list[Tensor | None]:
         """Gradients of the loss; the graph is kept."""

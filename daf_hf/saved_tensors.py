@@ -151,6 +151,13 @@ class Compressor:
             self.refusal = Refusal()
             return self.arena.set_limit(limit_bytes)
 
+    def release_idle(self) -> None:
+        """Give back all memory that holds nothing."""
+        with self.lock:
+            self._bury()
+            self.arena.trim()
+            self.workspace.clear()
+
     # Pack and unpack ---------------------------------------------------------------------------
 
     def _pack(self, tensor: Tensor) -> Handle:

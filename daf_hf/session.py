@@ -19,7 +19,7 @@ from .arena import PAGE_COST
 from .batches import Inputs, batch_of, signature
 from .calibration import Calibration, CalibrationError
 from .config import DAFConfig, check_budget
-from .host_memory import tune_malloc
+from .host_memory import trim_malloc, tune_malloc
 from .planning import Plan, Planner
 from .saved_tensors import Compressor
 
@@ -153,6 +153,7 @@ class Session:
 
     def _calibrate(self, original: Callable[..., Any], inputs: Inputs) -> None:
         self._calibrated_at = self.step
+        self.compressor.release_idle()  # what is kept exactly for the probe needs the room
         try:
             Calibration(self.compressor, original, inputs).run()
         except CalibrationError as error:
@@ -160,6 +161,7 @@ class Session:
             logger.warning("daf_hf: no calibration at step %d: %s", self.step, str(error))
         finally:
             self.compressor.unplanned.clear()
+            trim_malloc()
         self.planner.learn_candidates(batch_of(inputs))
 
     # Steps and budget --------------------------------------------------------------------------

@@ -56,12 +56,14 @@ class Workspace:
         return _use_count(block.untyped_storage()._cdata) <= self._idle_count
 
     def _find(self, nbytes: int) -> Tensor | None:
-        for index in range(len(self._blocks) - 1, -1, -1):
-            block = self._blocks[index]
-            if nbytes <= block.numel() <= 1.25 * nbytes and self._is_idle(block):
-                self._blocks.append(self._blocks.pop(index))  # most recently used last
-                return block
-        return None
+        """The smallest idle block that is large enough."""
+        fitting = [b for b in self._blocks if b.numel() >= nbytes and self._is_idle(b)]
+        if not fitting:
+            return None
+        block = min(fitting, key=Tensor.numel)
+        self._blocks = [kept for kept in self._blocks if kept is not block]
+        self._blocks.append(block)  # the most recently used is the last
+        return block
 
     def _trim(self) -> None:
         """Let the least recently used idle blocks go until the rest is within the limit."""
