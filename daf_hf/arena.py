@@ -268,7 +268,26 @@ class Arena:
             room -= int(free_of[index])
         if victims:
             self._drop_segments(np.array(victims))
-        return released * PAGE_BYTES >= excess
+        missing = excess - released * PAGE_BYTES
+        return missing <= 0 or self._shrink_segments(missing)
+
+    def _shrink_segments(self, excess: float) -> bool:
+        """Give back ``excess`` bytes of free pages that share their segments with live ones.
+
+        The live ones move to new segments of just their size, for a moment beyond the budget.
+        """
+        if len(self._free) * PAGE_BYTES < excess:
+            return False
+        sizes, per = self._segment_sizes(), self.space.pages_per_segment
+        free_of = np.bincount(np.array(self._free, np.int64) // per, minlength=len(sizes))
+        order = np.argsort(-free_of, kind="stable")
+        enough = int(np.searchsorted(np.cumsum(free_of[order]) * PAGE_BYTES, excess)) + 1
+        victims = order[:enough]
+        live = int((sizes - free_of)[victims].sum())
+        for start in range(0, live, per):
+            self._add_segment(min(per, live - start))
+        self._drop_segments(victims)
+        return True
 
     def _drop_segments(self, victims: np.ndarray) -> None:
         """Move what lives in some segments to free pages of the others, and give them back."""

@@ -36,6 +36,7 @@ from .tensors import (
     flatten,
     geometry,
     is_ordinary,
+    is_representable,
     may_be_two_valued,
 )
 from .workspace import Workspace
@@ -289,6 +290,8 @@ class Compressor:
     ) -> Physical | None:
         """Encode into pages; None when the codec cannot represent the elements."""
         if self.refusal or not self._make_room(stored):
+            if self.refuses and not is_representable(flat, codec.lossless):
+                return None  # what is counted must be what would be held
             fewest = stored.layout.pages(stored.widths[0])
             return self._overflow(flat, site, fewest * PAGE_COST)
         began = perf_counter()
