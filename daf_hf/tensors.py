@@ -76,3 +76,10 @@ def is_two_valued(flat: Tensor) -> bool:
         return False
     others = flat[flat != flat[0]]
     return others.numel() > 0 and bool((others == others[0]).all())
+
+
+def is_representable(flat: Tensor, two_valued: bool) -> bool:
+    """Whether encoding would succeed: at most two values, or a finite range."""
+    if two_valued:
+        return flat.unique().numel() <= 2
+    return bool((flat.float().max() - flat.float().min()).isfinite())

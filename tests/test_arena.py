@@ -101,8 +101,10 @@ class ArenaMachine(RuleBasedStateMachine):
 
     @rule(nbytes=st.integers(0, 100 * PAGE_COST))
     def reserve_outside(self, nbytes):
-        before = self.arena.outside_bytes
-        if self.arena.reserve_outside(nbytes):
+        before, fitted = self.arena.outside_bytes, self.arena.fits(0, nbytes)
+        reserved = self.arena.reserve_outside(nbytes)
+        assert reserved == fitted
+        if reserved:
             self.outside.append(nbytes)
         else:
             assert self.arena.outside_bytes == before
@@ -126,6 +128,10 @@ class ArenaMachine(RuleBasedStateMachine):
             while self.outside:
                 self.arena.release_outside(self.outside.pop())
             self.arena.set_limit(pages * PAGE_COST)
+
+    @rule()
+    def trim(self):
+        self.arena.trim()
 
     @invariant()
     def consistent(self):
