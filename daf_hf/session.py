@@ -120,6 +120,10 @@ class Session:
         self.planner.apply(plan)
         arena = compressor.arena
         held_before, demoted_before = arena.held_bytes, arena.demoted_pages
+        # Beside an earlier pass that is still held, an overflow says nothing of the budget: the
+        # planner shares it out among them from now on.
+        first = not self._steps_here and not held_before
+        compressor.refuses = first and self.config.on_overflow == "error"
         compressor.ledger.planning_seconds += perf_counter() - began
         outputs = self._in_scope(original, args, kwargs)
         error = compressor.take_refusal()
