@@ -79,7 +79,8 @@ def is_two_valued(flat: Tensor) -> bool:
 
 
 def is_representable(flat: Tensor, two_valued: bool) -> bool:
-    """Whether encoding would succeed: at most two values, or a finite range."""
+    """Whether encoding would succeed: at most two values, or a range that is finite in bf16."""
     if two_valued:
         return flat.unique().numel() <= 2
-    return bool((flat.float().max() - flat.float().min()).isfinite())
+    low, high = (end.bfloat16().float() for end in flat.aminmax())
+    return bool((high - low).isfinite())
