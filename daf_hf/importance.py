@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 from .sites import SaveSite
 
@@ -57,11 +57,10 @@ def resolve_importance(spec: str | Metric) -> Metric:
     Raises:
         ValueError: naming the option, the value and what is allowed.
     """
-    if not isinstance(spec, str):
-        if callable(spec):
-            return spec
-    elif spec in _METRICS:
+    if isinstance(spec, str) and spec in _METRICS:
         return _METRICS[spec]
+    if not isinstance(spec, str) and callable(spec):
+        return cast(Metric, spec)
     help_ = (
         f"use one of {sorted(_METRICS)}, 'package.module:object', or a callable (site, probe) -> "
         "float"
@@ -70,7 +69,7 @@ def resolve_importance(spec: str | Metric) -> Metric:
         raise ValueError(f"importance={spec!r}: {help_}")
     module, _, name = spec.partition(":")
     try:
-        metric = getattr(importlib.import_module(module), name)
+        metric: Any = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"importance={spec!r} cannot be loaded ({error}): {help_}") from error
     if not callable(metric):
