@@ -141,7 +141,7 @@ def plot(plain: Run, daf: Run, path: Path) -> None:
         (held_axes, "activations held", [daf.report["plain_bytes"], daf.report["held_bytes_peak"]]),
         (
             peak_axes,
-            "peak memory above the model",
+            "peak above the model",
             [run.results["train_peak_rss_above_model_bytes"] for run in (plain, daf)],
         ),
     )
@@ -150,6 +150,7 @@ def plot(plain: Run, daf: Run, path: Path) -> None:
         axes.bar_label(drawn, fmt="%.0f")
         axes.set_title(title, fontsize=10)
         axes.set_ylabel("MB")
+        axes.margins(y=0.12)
     for name, colour, run in zip(names, colours, (plain, daf), strict=True):
         loss_axes.plot(*zip(*run.losses, strict=True), color=colour, linewidth=2)
         loss_axes.plot([], [], color=colour, label=f"{name}: {run.accuracy:.1%} accuracy")
