@@ -74,7 +74,7 @@ def resolve_importance(spec: str | Metric) -> Metric:
         raise ValueError(f"importance={spec!r} cannot be loaded ({error}): {help_}") from error
     if not callable(metric):
         raise ValueError(f"importance={spec!r} is not callable: {help_}")
-    return metric
+    return cast(Metric, metric)
 
 
 @register_importance("gradient")

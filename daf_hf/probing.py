@@ -23,8 +23,8 @@ from .sites import SaveSite
 from .tensors import columns, flatten, geometry, is_ordinary, is_two_valued
 
 SAMPLE_ELEMENTS = 1 << 16
-SAMPLE_ROWS = 128
-"""A codec's distortion is measured on about so many elements, and on no fewer rows than these."""
+SAMPLE_COLS = 512
+"""A codec's distortion is measured on about so many elements, of at most so many columns."""
 
 
 class ProbeTooLargeError(Exception):
@@ -270,15 +270,15 @@ class Survey(_Pass):
 
     def _find(self, item: Item) -> Finding:
         flat = item.flat
-        sample = sample_rows(flat, item.cols).float()
+        values = sample(flat, item.cols)[0].float()
         empty = not flat.numel()
         finding = Finding(
             item.shape,
             item.column,
             flat.numel(),
             1,
-            0.0 if empty else float(sample.square().mean()),
-            0.0 if empty else float(sample.abs().mean()),
+            0.0 if empty else float(values.square().mean()),
+            0.0 if empty else float(values.abs().mean()),
             False,
             {},
         )
@@ -289,14 +289,19 @@ class Survey(_Pass):
         return finding
 
 
-def sample_rows(flat: Tensor, cols: int) -> Tensor:
-    """Evenly spaced whole rows: about ``SAMPLE_ELEMENTS`` elements, at least ``SAMPLE_ROWS``."""
+def sample(flat: Tensor, cols: int) -> tuple[Tensor, int]:
+    """About ``SAMPLE_ELEMENTS`` elements of evenly spaced rows, and their columns.
+
+    Few long rows would make the statistics of a channel look better than they are, so of long
+    rows only the first columns are taken.
+    """
     rows = flat.numel() // cols
-    wanted = max(SAMPLE_ROWS, SAMPLE_ELEMENTS // cols)
-    if rows <= wanted:
-        return flat
-    index = torch.linspace(0, rows - 1, wanted, device=flat.device).long()
-    return flat.view(rows, cols)[index].reshape(-1)
+    kept = min(cols, SAMPLE_COLS)
+    wanted = SAMPLE_ELEMENTS // kept
+    if rows <= wanted and kept == cols:
+        return flat, cols
+    index = torch.linspace(0, rows - 1, min(rows, wanted), device=flat.device).long()
+    return flat.view(rows, cols)[index, :kept].reshape(-1), kept
 
 
 class Gauge:
@@ -308,17 +313,17 @@ class Gauge:
 
     def distortions(self, item: Item) -> dict[Codec, tuple[float, ...]]:
         """Distortions at 0..8 bits of every codec worth trying, on a sample of the rows."""
-        flat = sample_rows(item.flat, item.cols)
+        flat, cols = sample(item.flat, item.cols)
         exact = in_terms(item.site, flat)
         energy = float(exact.square().sum())
         if not energy > 0 or not math.isfinite(energy):
             return {}
         found = {}
-        for codec in candidate_codecs(item.site, flat, item.cols):
+        for codec in candidate_codecs(item.site, flat, cols):
             errors = [
                 float((in_terms(item.site, restored) - exact).square().sum()) / energy
                 for bits, widths in ((0, (0,)), (4, (1, 2, 3, 4)), (8, (5, 6, 7, 8)))
-                for restored in self._decoded(flat, item.cols, codec, bits, widths)
+                for restored in self._decoded(flat, cols, codec, bits, widths)
             ]
             if len(errors) == MAX_BITS + 1:
                 found[codec] = tuple(errors)
