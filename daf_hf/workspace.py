@@ -33,6 +33,8 @@ class Workspace:
     def __init__(self, limit_bytes: float) -> None:
         self.limit_bytes = limit_bytes
         self._blocks: list[Tensor] = []
+        # Their storages' addresses: a Python storage, once made, would count as a reference.
+        self._storages: dict[int, int] = {}
         self._idle_count = 0
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -44,16 +46,17 @@ class Workspace:
         if block is None:
             block = torch.empty(nbytes, dtype=torch.uint8)
             _advise_huge_pages(block)
+            self._storages[id(block)] = block.untyped_storage()._cdata
             if not self._blocks:
                 # What counts as idle: the references that the list itself holds.
-                self._idle_count = _use_count(block.untyped_storage()._cdata)
+                self._idle_count = _use_count(self._storages[id(block)])
             self._blocks.append(block)
             self._trim()
         return block[:nbytes].view(dtype)
 
     def _is_idle(self, block: Tensor) -> bool:
         assert _use_count is not None
-        return _use_count(block.untyped_storage()._cdata) <= self._idle_count
+        return _use_count(self._storages[id(block)]) <= self._idle_count
 
     def _find(self, nbytes: int) -> Tensor | None:
         """The smallest idle block that is large enough."""
@@ -73,11 +76,13 @@ class Workspace:
                 break
             if self._is_idle(block):
                 self._blocks = [kept for kept in self._blocks if kept is not block]
+                del self._storages[id(block)]
                 total -= block.numel()
 
     def clear(self) -> None:
         """Let all blocks go; those in use end with the last tensor that refers to them."""
         self._blocks.clear()
+        self._storages.clear()
 
 
 def _advise_huge_pages(block: Tensor) -> None:
