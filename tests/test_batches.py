@@ -1,0 +1,106 @@
+"""Sizes of inputs, and smaller batches cut from them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from daf_hf.batches import batch_of, cut, main_input, scalar_loss, signature
+from daf_hf.sites import Batch
+
+IDS = torch.arange(8 * 16).view(8, 16)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "expected"),
+    [
+        ((), {"input_ids": IDS}, Batch(8, 16)),
+        ((IDS,), {}, Batch(8, 16)),
+        ((), {"labels": torch.zeros(3), "input_ids": IDS}, Batch(8, 16)),
+        ((), {"inputs_embeds": torch.zeros(8, 16, 4)}, Batch(8, 16)),
+        ((), {"pixel_values": torch.zeros(8, 3, 32, 32)}, Batch(8)),
+        ((torch.zeros(8, 5),), {}, Batch(8)),
+        ((), {"x": [{"y": torch.zeros(7, 2)}]}, Batch(7)),
+        ((torch.tensor(1.0), torch.zeros(5)), {}, Batch(5)),
+        ((), {"flag": True}, Batch(1)),
+        ((), {}, Batch(1)),
+    ],
+)
+def test_size(args, kwargs, expected):
+    assert batch_of((args, kwargs)) == expected
+
+
+def test_main_input_goes_by_name():
+    assert main_input(((), {"attention_mask": torch.ones(8, 16), "input_ids": IDS})) is IDS
+
+
+def test_cut_takes_examples_and_tokens():
+    inputs = {
+        "input_ids": IDS,
+        "labels": IDS + 1,
+        "class": torch.arange(8),
+        "mask": torch.ones(8, 1, 16, 16),
+        "position_ids": torch.arange(16)[None],
+        "scale": 3.0,
+    }
+    args, cut_to = cut(((), inputs), 2, Batch(3, 5))
+    assert args == ()
+    assert torch.equal(cut_to["input_ids"], IDS[2:5, :5])
+    assert torch.equal(cut_to["labels"], IDS[2:5, :5] + 1)
+    assert torch.equal(cut_to["class"], torch.tensor([2, 3, 4]))
+    assert cut_to["mask"].shape == (3, 1, 5, 5)
+    assert cut_to["scale"] == 3.0
+    assert cut_to["labels"].view(-1).shape == (15,)  # as models do
+
+
+def test_cut_leaves_the_inputs_alone():
+    before = IDS.clone()
+    _, kwargs = cut(((), {"input_ids": IDS}), 0, Batch(8, 16))
+    kwargs["input_ids"] = None
+    assert torch.equal(IDS, before)
+
+
+def test_signature_tells_shapes_apart():
+    def of(*shape):
+        return signature(((), {"input_ids": torch.zeros(shape)}))
+
+    assert of(2, 3) == of(2, 3) != of(3, 2)
+
+
+trained = torch.ones(3, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "expected"),
+    [
+        ({"loss": trained.sum()}, 3.0),
+        (SequenceClassifierOutput(loss=trained.sum(), logits=trained), 3.0),
+        ({"loss": trained * 2}, 2.0),
+        (trained.sum(), 3.0),
+        ((trained.sum(), trained), 3.0),
+    ],
+)
+def test_loss_of_outputs(outputs, expected):
+    assert scalar_loss(outputs, 0).item() == expected
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        trained * 1,
+        {"logits": trained * 1},
+        [{"a": (trained * 1,)}],
+        {"loss": None, "x": trained * 1},
+    ],
+)
+def test_without_a_loss_outputs_are_projected(outputs):
+    first, again, other = (scalar_loss(outputs, seed) for seed in (0, 0, 1))
+    assert first.shape == ()
+    assert first.requires_grad
+    assert first == again != other
+
+
+def test_nothing_to_train_is_an_error():
+    with pytest.raises(ValueError, match="no output of the model depends"):
+        scalar_loss({"loss": torch.ones(())}, 0)
