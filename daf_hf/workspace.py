@@ -33,9 +33,7 @@ class Workspace:
     def __init__(self, limit_bytes: float) -> None:
         self.limit_bytes = limit_bytes
         self._blocks: list[Tensor] = []
-        # Their storages' addresses: a Python storage, once made, would count as a reference.
-        self._storages: dict[int, int] = {}
-        self._idle_count = 0
+        self._idle = (0, 0)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """An uninitialised flat tensor."""
@@ -46,17 +44,15 @@ class Workspace:
         if block is None:
             block = torch.empty(nbytes, dtype=torch.uint8)
             _advise_huge_pages(block)
-            self._storages[id(block)] = block.untyped_storage()._cdata
             if not self._blocks:
                 # What counts as idle: the references that the list itself holds.
-                self._idle_count = _use_count(self._storages[id(block)])
+                self._idle = _references(block)
             self._blocks.append(block)
             self._trim()
         return block[:nbytes].view(dtype)
 
     def _is_idle(self, block: Tensor) -> bool:
-        assert _use_count is not None
-        return _use_count(self._storages[id(block)]) <= self._idle_count
+        return all(now <= idle for now, idle in zip(_references(block), self._idle, strict=True))
 
     def _find(self, nbytes: int) -> Tensor | None:
         """The smallest idle block that is large enough."""
@@ -76,13 +72,18 @@ class Workspace:
                 break
             if self._is_idle(block):
                 self._blocks = [kept for kept in self._blocks if kept is not block]
-                del self._storages[id(block)]
                 total -= block.numel()
 
     def clear(self) -> None:
         """Let all blocks go; those in use end with the last tensor that refers to them."""
         self._blocks.clear()
-        self._storages.clear()
+
+
+def _references(block: Tensor) -> tuple[int, int]:
+    """References to a block's storage, and to the Python object that stands for it."""
+    assert _use_count is not None
+    storage = block.untyped_storage()
+    return _use_count(storage._cdata), sys.getrefcount(storage)
 
 
 def _advise_huge_pages(block: Tensor) -> None:
