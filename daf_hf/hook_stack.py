@@ -21,10 +21,15 @@ def push_hooks(hooks: Hooks) -> None:
     _autograd._push_saved_tensors_default_hooks(*hooks)
 
 
+def top_hooks() -> Hooks | None:
+    """The hooks that now get what is saved in this thread."""
+    return _autograd._top_saved_tensors_default_hooks(False)
+
+
 def pop_hooks(hooks: Hooks) -> None:
     """Take ``hooks`` off the stack, wherever they are; others' entries keep their order."""
     above: list[Hooks] = []
-    while (top := _autograd._top_saved_tensors_default_hooks(False)) is not None:
+    while (top := top_hooks()) is not None:
         _autograd._pop_saved_tensors_default_hooks()
         if top[0] == hooks[0]:
             break

@@ -25,7 +25,7 @@ from .arena import PAGE_COST, Arena, Stored
 from .codecs import BINARY, GENERAL, Codec
 from .config import DAFConfig
 from .handles import Copy, Handle, Kept, Lease, Pages, Physical, Recast, Refused, Spilled, View
-from .hook_stack import pop_hooks, push_hooks
+from .hook_stack import pop_hooks, push_hooks, top_hooks
 from .kernels import get_backend
 from .refusal import BudgetError, Refusal
 from .sites import SaveSite, SiteTracker
@@ -109,6 +109,13 @@ class Compressor:
     def active(self) -> bool:
         """Whether this thread is inside :meth:`scope`."""
         return getattr(self._local, "depth", 0) > 0
+
+    @property
+    def shadowed(self) -> bool:
+        """Whether another model's scope is what this thread entered last."""
+        top = top_hooks()
+        owner = getattr(top[0], "__self__", None) if top else None
+        return isinstance(owner, Compressor) and owner is not self
 
     @contextmanager
     def scope(self) -> Iterator[None]:

@@ -136,8 +136,9 @@ class Session:
 
     def _in_scope(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         compressor = self.compressor
+        covered = compressor.active and not compressor.shadowed
         try:
-            with nullcontext() if compressor.active else compressor.scope():
+            with nullcontext() if covered else compressor.scope():
                 return original(*args, **kwargs)
         except BaseException:
             compressor.take_refusal()
