@@ -280,7 +280,10 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
         if buffer is not None
     ]
     try:
-        with torch.random.fork_rng(devices, device_type=kind):
+        with (
+            torch.random.fork_rng(devices, device_type=kind),
+            _unversioned([buffer for _, _, buffer, _ in buffers]),
+        ):
             yield
     finally:
         random.setstate(python)

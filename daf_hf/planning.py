@@ -26,7 +26,7 @@ class Plan:
         batch: the size it was made for.
         options: one a site that has a choice.
         nbytes: what it expects to hold.
-        error: predicted relative error of the gradient.
+        error: predicted relative error of the gradient; NaN when nothing was measured.
     """
 
     batch: Batch
@@ -127,7 +127,7 @@ class Planner:
             batch,
             options,
             fixed + sum(option.nbytes for option in chosen),
-            math.sqrt(sum(option.cost for option in chosen)),
+            math.sqrt(sum(option.cost for option in chosen)) if chosen else math.nan,
         )
 
     def _option(self, site: SaveSite, batch: Batch, codec: Any, bits: int) -> Option:
