@@ -1,0 +1,229 @@
+"""Calibration: what it finds, and that it leaves no trace."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from tiny import batch, build, compressed, gradients, hooks_on_stack, loss_of, nothing_held
+from torch import nn
+
+from daf_hf.calibration import untouched
+
+
+def state_of(model):
+    """Everything that calibration must leave as it was."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return {
+        "values": [t.detach().clone() for t in tensors],
+        "identity": [id(t) for t in tensors],
+        "versions": [t._version for t in tensors],
+        "addresses": [t.data_ptr() for t in tensors],
+        "gradients": [None if t.grad is None else t.grad.clone() for t in tensors],
+        "modes": [m.training for m in model.modules()],
+        "requires_grad": [t.requires_grad for t in tensors],
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state()[1].tolist(),
+        "random": random.getstate(),
+        "hooks": [list(m._forward_hooks) + list(m._forward_pre_hooks) for m in model.modules()],
+    }
+
+
+def equal(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
+    return a == b
+
+
+def differences(before, after):
+    return [name for name in before if not equal(before[name], after[name])]
+
+
+class Calibrates:
+    """Runs the model's next calibration alone: the pass that follows it is not made."""
+
+    def __init__(self, daf):
+        self.session = daf._session
+
+    def __call__(self, model, inputs):
+        self.session._calibrate(model.forward, ((), inputs))
+
+
+def test_calibration_leaves_no_trace(any_model):
+    _, model, inputs = any_model
+    gradients(model, inputs)  # so that there are gradients
+    daf, compressor = compressed(model, 1e3)
+    random.seed(1)
+    np.random.seed(1)
+    before = state_of(model)
+    Calibrates(daf)(model, inputs)
+    assert differences(before, state_of(model)) == []
+    assert any(site.importance is not None for site in compressor.tracker.sites.values())
+    assert nothing_held(compressor)
+    assert hooks_on_stack() is None
+
+
+class Breaks(nn.Module):
+    """Uses every kind of randomness and a buffer, and raises at a given call."""
+
+    def __init__(self, at, error):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(64, 64), nn.BatchNorm1d(64)
+        self.zero = nn.Parameter(torch.zeros(64))
+        self.register_buffer("calls", torch.zeros(()))
+        self.at, self.error, self.count = at, error, 0
+
+    def forward(self, x):
+        self.calls += 1
+        self.count += 1
+        random.random(), np.random.rand(), torch.rand(1)
+        y = self.norm(self.linear(x)).relu() * (1 + self.zero)
+        if self.count == self.at:
+            raise self.error
+        return {"loss": y.square().mean()}
+
+
+@pytest.mark.parametrize("error", [ValueError("here"), KeyboardInterrupt("here")], ids=repr)
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_an_exception_in_calibration_leaves_no_trace(at, error):
+    model, x = Breaks(at, error), torch.randn(64, 64)
+    daf, compressor = compressed(model, 1.0)
+    before = state_of(model)
+    try:
+        Calibrates(daf)(model, {"x": x})
+        assert model.count < at
+    except type(error) as caught:
+        assert caught is error
+        caught.__traceback__ = None
+    assert differences(before, state_of(model)) == []
+    assert hooks_on_stack() is None
+    gc.collect()
+    assert nothing_held(compressor)
+    model.at = None
+    with daf:
+        loss_of(model(x)).backward()
+    assert model.calls == 1
+
+
+def test_a_failing_metric_is_the_users_to_see():
+    def metric(site, probe):
+        raise ZeroDivisionError("mine")
+
+    model, inputs = build("bert"), batch("bert")
+    daf, _ = compressed(model, 0.5, importance=metric)
+    before = state_of(model)
+    with pytest.raises(ZeroDivisionError, match="mine"), daf:
+        model(**inputs)
+    assert differences(before, state_of(model)) == []
+    assert hooks_on_stack() is None
+
+
+def test_inputs_of_zero_adapters_are_not_free():
+    """While LoRA's B is zero, its A has no gradient: measured as it stands, A's input is free."""
+    model, inputs = build("bert"), batch("bert")
+    daf, compressor = compressed(model, 0.5)
+    gradients(model, inputs, daf)
+    inputs_of_a = [
+        site
+        for site in compressor.tracker.sites.values()
+        if "lora_dropout" not in site.module and ".lora_A" in site.module and site.candidates
+    ]
+    assert inputs_of_a
+    assert all(site.importance > 0 for site in inputs_of_a)
+
+
+@pytest.mark.parametrize("calibration_batch", [1, 2, 8, 100])
+def test_probe_size(calibration_batch):
+    model, inputs = build("bert"), batch("bert")
+    daf, compressor = compressed(model, 0.6, calibration_batch=calibration_batch)
+    gradients(model, inputs, daf)
+    assert any(site.importance for site in compressor.tracker.sites.values())
+    assert compressor.ledger.peak.held <= 0.6e6
+
+
+@pytest.mark.parametrize(("examples", "tokens"), [(1, 16), (2, 1), (1, 1), (3, 2)])
+def test_small_batches(examples, tokens):
+    for name in ("bert", "conv"):
+        model, inputs = build(name), batch(name, max(examples, 2 if name == "conv" else 1), tokens)
+        daf, compressor = compressed(model, 1.0)
+        gradients(model, inputs, daf)
+        assert compressor.ledger.peak.held <= 1e6
+
+
+def test_importances_are_a_moving_average():
+    model, inputs = build("bert"), batch("bert")
+    values = iter([1.0, 3.0])
+    now = [next(values)]
+    daf, compressor = compressed(model, 0.5, importance=lambda s, p: now[0], calibrate_at=(0, 1))
+    gradients(model, inputs, daf)
+    sites = [s for s in compressor.tracker.sites.values() if s.importance]
+    assert len(sites) > 10
+    assert all(s.importance == pytest.approx(1.0) for s in sites)
+    now[0] = next(values)
+    daf.step()
+    gradients(model, inputs, daf)
+    assert all(s.importance == pytest.approx(2.0) for s in sites)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"calibrate_at": (0, 3)}, [0, 3]),
+        ({"calibrate_at": (2,), "recalibrate_every": 2}, [0, 2, 4, 6]),
+        ({"calibrate_at": ()}, []),
+    ],
+)
+def test_calibration_steps(options, expected, monkeypatch):
+    model, inputs = build("bert"), batch("bert")
+    daf, _ = compressed(model, 0.5, **options)
+    session, steps = daf._session, []
+    calibrate = session._calibrate
+    monkeypatch.setattr(
+        session, "_calibrate", lambda *args: (steps.append(session.step), calibrate(*args))
+    )
+    for _ in range(8):
+        gradients(model, inputs, daf)
+        daf.step()
+    assert steps == expected
+
+
+def test_a_probe_that_does_not_fit_is_explained(caplog):
+    model, inputs = build("vit"), batch("vit")
+    daf, _ = compressed(model, 0.15)
+    with caplog.at_level(logging.WARNING, "daf_hf"):
+        gradients(model, inputs, daf)
+    assert "no calibration at step 0" in caplog.text
+    assert "exceed" in caplog.text
+
+
+def test_without_a_calibration_no_error_is_predicted():
+    model, inputs = build("vit"), batch("vit")
+    daf, _ = compressed(model, 0.15)
+    gradients(model, inputs, daf)
+    assert math.isnan(daf.report.predicted_gradient_error)
+
+
+def test_untouched_restores_replaced_buffers():
+    class Replaces(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.zeros(3))
+
+        def forward(self):
+            self.table = self.table + 1
+
+    model = Replaces()
+    table = model.table
+    with untouched(model, torch.device("cpu")):
+        model()
+        model.table.add_(5)
+        table.add_(1)
+    assert model.table is table
+    assert torch.equal(table, torch.zeros(3))

@@ -1,0 +1,95 @@
+"""Plans: widths for the batch at hand, within the budget."""
+
+from __future__ import annotations
+
+import pytest
+from tiny import batch, build, compressed, gradients
+
+from daf_hf.batches import signature
+
+
+@pytest.fixture
+def trained():
+    model = build("bert")
+    daf, compressor = compressed(model, 0.3)
+    for _ in range(3):
+        gradients(model, batch("bert"), daf)
+        daf.step()
+    return model, daf, compressor
+
+
+def test_a_plan_expects_what_is_then_held(trained):
+    _, daf, compressor = trained
+    plan = daf._session.last_plan
+    assert plan.nbytes <= 0.3e6
+    assert compressor.ledger.step_peak.held <= 0.3e6
+    assert compressor.ledger.peak.held > 0.85 * 0.3e6
+
+
+def test_plans_are_kept_by_signature(trained):
+    model, daf, _ = trained
+    plan = daf._session.last_plan
+    gradients(model, batch("bert", seed=5), daf)
+    assert daf._session.last_plan is plan
+    gradients(model, batch("bert", 4, 16), daf)
+    assert daf._session.last_plan is not plan
+    gradients(model, batch("bert", seed=6), daf)
+    assert daf._session.last_plan is plan
+
+
+def test_plans_are_dropped_with_the_budget(trained):
+    model, daf, _ = trained
+    plan = daf._session.last_plan
+    daf.set_budget(0.2)
+    gradients(model, batch("bert"), daf)
+    assert daf._session.last_plan is not plan
+    assert daf._session.last_plan.nbytes <= 0.2e6
+    assert daf._session.last_plan.error > plan.error
+
+
+def test_larger_batches_get_fewer_bits(trained):
+    model, daf, _ = trained
+    bits = []
+    for examples in (4, 8, 16, 24):
+        gradients(model, batch("bert", examples), daf)
+        gradients(model, batch("bert", examples), daf)
+        options = daf._session.last_plan.options.values()
+        bits.append(sum(32 if o.bits is None else o.bits for o in options))
+    assert bits == sorted(bits, reverse=True)
+    assert bits[0] > bits[-1]
+
+
+@pytest.mark.parametrize("bits", [(2,), (0, 1), (4, 8), (0, 1, 2, 3, 4, 5, 6, 7, 8)])
+def test_only_the_allowed_bits_are_used(bits):
+    model = build("bert")
+    daf, _ = compressed(model, 0.6, bits=bits)
+    gradients(model, batch("bert"), daf)
+    used = {o.bits for o in daf._session.last_plan.options.values()}
+    assert used <= {*bits, None}
+
+
+def test_the_number_of_plans_is_bounded(trained, monkeypatch):
+    monkeypatch.setattr("daf_hf.planning._PLANS_KEPT", 3)
+    model, daf, _ = trained
+    for examples in range(1, 8):
+        gradients(model, batch("bert", examples), daf)
+    assert len(daf._session.planner._plans) <= 3
+
+
+def test_corrections_are_bounded_too(trained):
+    """One a signature at the most."""
+    _, daf, _ = trained
+    assert len(daf._session.planner._corrections) <= 1
+    assert signature(((), batch("bert"))) == signature(((), batch("bert", seed=3)))
+
+
+def test_passes_side_by_side_share_the_budget(trained):
+    model, daf, compressor = trained
+    alone = daf._session.last_plan.nbytes
+    for _ in range(2):
+        with daf:
+            losses = [model(**batch("bert", seed=seed)).loss for seed in range(2)]
+        assert compressor.held_bytes() <= 0.3e6
+        sum(losses).backward()
+        del losses
+    assert daf._session.last_plan.nbytes <= 0.5 * 0.3e6 < alone
