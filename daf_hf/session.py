@@ -7,11 +7,13 @@ import logging
 import math
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import nn
 
 from .accounting import MemoryReport, ResidentPeak, SiteReport
@@ -24,6 +26,22 @@ from .planning import Plan, Planner
 from .saved_tensors import Compressor
 
 logger = logging.getLogger("daf_hf")
+
+
+@dataclass
+class _Pass:
+    """A forward pass in progress.
+
+    Attributes:
+        scope: what is to be left at its end.
+        key: the inputs' signature; None without a budget.
+        held, demoted: the arena's bytes and demoted pages before it.
+    """
+
+    scope: ExitStack = field(default_factory=ExitStack)
+    key: Any = None
+    held: int = 0
+    demoted: int = 0
 
 
 class Session:
@@ -66,13 +84,26 @@ class Session:
         own = model.__dict__.get("forward")
         original = model.forward
 
+        # A compiler traces the model, never us; these two also undo what it does around us.
+        begin: Any = torch.compiler.disable(Session._begin_pass)
+        end: Any = torch.compiler.disable(Session._end_pass)
+        # Importances are measured on retained graphs, which donated buffers would forbid.
+        functorch_config.donated_buffer = False
+
         @functools.wraps(original)
         @torch.compiler.disable(recursive=False)
         def forward(*args: Any, **kwargs: Any) -> Any:
             this = session()
             if this is None or not this.installed or not torch.is_grad_enabled():
                 return original(*args, **kwargs)
-            return this.run_forward(original, args, kwargs)
+            current = begin(this, original, (args, kwargs))
+            completed = False
+            try:
+                outputs = original(*args, **kwargs)
+                completed = True
+            finally:
+                end(this, current, completed)
+            return outputs
 
         def restore() -> None:
             # Somebody may have wrapped the wrapper since: it then stays, and passes through.
@@ -99,50 +130,47 @@ class Session:
 
     # Running -----------------------------------------------------------------------------------
 
-    def run_forward(
-        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """One forward pass under compression.
+    def _begin_pass(self, original: Callable[..., Any], inputs: Inputs) -> _Pass:
+        """Calibrate if it is due, plan, and enter the hooks' scope."""
+        compressor = self.compressor
+        current = _Pass()
+        if math.isfinite(compressor.arena.limit_bytes):
+            began = perf_counter()
+            compressor.held_bytes()
+            compressor.learn_parameters()
+            if self._calibration_due():
+                self._calibrate(original, inputs)
+            current.key = signature(inputs)
+            plan = self.last_plan = self.planner.plan(current.key, batch_of(inputs))
+            self.planner.apply(plan)
+            arena = compressor.arena
+            current.held, current.demoted = arena.held_bytes, arena.demoted_pages
+            # Beside an earlier pass that is still held, an overflow says nothing of the budget:
+            # the planner shares it out among them from now on.
+            first = not self._steps_here and not current.held
+            compressor.refuses = first and self.config.on_overflow == "error"
+            compressor.ledger.planning_seconds += perf_counter() - began
+        if not compressor.active or compressor.shadowed:
+            current.scope.enter_context(compressor.scope())
+        return current
+
+    def _end_pass(self, current: _Pass, completed: bool) -> None:
+        """Leave the scope, and learn from a pass that was completed.
 
         Raises:
             BudgetError: when even the fewest bits exceed the budget.
         """
-        compressor, inputs = self.compressor, (args, kwargs)
-        if math.isinf(compressor.arena.limit_bytes):
-            return self._in_scope(original, args, kwargs)
-        began = perf_counter()
-        compressor.held_bytes()
-        compressor.learn_parameters()
-        if self._calibration_due():
-            self._calibrate(original, inputs)
-        key = signature(inputs)
-        plan = self.last_plan = self.planner.plan(key, batch_of(inputs))
-        self.planner.apply(plan)
-        arena = compressor.arena
-        held_before, demoted_before = arena.held_bytes, arena.demoted_pages
-        # Beside an earlier pass that is still held, an overflow says nothing of the budget: the
-        # planner shares it out among them from now on.
-        first = not self._steps_here and not held_before
-        compressor.refuses = first and self.config.on_overflow == "error"
-        compressor.ledger.planning_seconds += perf_counter() - began
-        outputs = self._in_scope(original, args, kwargs)
-        error = compressor.take_refusal()
+        current.scope.close()
+        error = self.compressor.take_refusal()
+        if not completed or current.key is None:
+            return
         if error is not None:
             raise error
-        if not held_before:
-            demoted = arena.demoted_pages - demoted_before
-            self.planner.learn_from(key, plan, arena.held_bytes + demoted * PAGE_COST)
-        return outputs
-
-    def _in_scope(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        compressor = self.compressor
-        covered = compressor.active and not compressor.shadowed
-        try:
-            with nullcontext() if covered else compressor.scope():
-                return original(*args, **kwargs)
-        except BaseException:
-            compressor.take_refusal()
-            raise
+        if not current.held and self.last_plan is not None:
+            arena = self.compressor.arena
+            demoted = arena.demoted_pages - current.demoted
+            held = arena.held_bytes + demoted * PAGE_COST
+            self.planner.learn_from(current.key, self.last_plan, held)
 
     def _calibration_due(self) -> bool:
         if self._calibrated_at is None:
