@@ -318,6 +318,24 @@ def test_include_compresses_only_what_it_names(bert_model, bert_batch):
     assert all(".intermediate." in module for module in compressible)
 
 
+@pytest.mark.xfail(strict=True, reason="a loss outside the model has no part in the plan")
+def test_a_loss_outside_the_model_gets_its_share_of_the_budget():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    x = torch.randn(256, 64)
+    model(x).square().mean().backward()
+    expected = {n: p.grad.clone() for n, p in model.named_parameters()}
+    daf, _ = compressed(model, 0.15)
+    for _ in range(3):
+        model.zero_grad()
+        with daf:
+            loss = model(x).square().mean()
+        loss.backward()
+        daf.step()
+    measured = {n: p.grad for n, p in model.named_parameters()}
+    assert relative_error(measured, expected) < 0.1
+
+
 # Installing --------------------------------------------------------------------------------------
 
 
@@ -387,25 +405,35 @@ def compiler():
     torch._dynamo.reset()
 
 
-def small():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 64))
+class Scored(nn.Module):
+    """A small network and its loss."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = nn.Sequential(
+            nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 64)
+        )
+
+    def forward(self, x):
+        return self.network(x).square().mean()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("outside", [True, False])
 @pytest.mark.parametrize("budget", [INF, 0.2])
 def test_compiled_models(compiler, budget, outside):
     """Compiled before or after the model is handed over."""
     x = torch.randn(256, 64, generator=torch.Generator().manual_seed(0))
-    plain, model = small(), small()
+    plain, model = Scored(), Scored()
     compiled = torch.compile(model)
-    plain(x).square().mean().backward()
+    plain(x).backward()
     expected = {n: p.grad for n, p in plain.named_parameters()}
     daf, compressor = compressed(compiled if outside else model, budget)
     for _ in range(3):
         model.zero_grad()
         with daf:
-            loss = compiled(x).square().mean()
+            loss = compiled(x)
         loss.backward()
         del loss
         daf.step()
