@@ -13,8 +13,11 @@ from tiny import Tagged, hooks_on_stack, nothing_held, save
 from torch import nn
 
 from daf_hf import BudgetError, DAFConfig
+from daf_hf.allocation import Option
 from daf_hf.arena import PAGE_COST
+from daf_hf.codecs import GELU
 from daf_hf.saved_tensors import SMALLEST_BYTES, Compressor
+from daf_hf.sites import SaveSite
 
 MODEL = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -197,6 +200,7 @@ def test_a_tensor_saved_many_times_is_stored_once():
 def test_views_of_one_storage_keep_their_own_elements():
     x = noise(128, 64)
     views = [x, x.t(), x[:64], x[64:], x[:, :32], x[:, 32:], x.view(64, 128), x[::2]]
+    views += [x[:, ::2], x[:64, ::2].t(), x[:64, ::2]]
     with compressor().scope():
         y, out = save(*views)
     y.backward()
@@ -235,6 +239,45 @@ def test_new_tensors_at_freed_addresses_are_not_mistaken():
             another = daf._pack(other)
             assert torch.allclose(daf._unpack(handle), expected, atol=0.05)
             assert torch.allclose(daf._unpack(another), other, atol=0.05)
+
+
+def saved_for_gelu(daf):
+    """A site whose only consumer is GELU, stored in GELU's own codec."""
+    site = SaveSite("a/0", "a", consumers={"GeluBackward0.self"}, known=True)
+    site.option = Option(1, 0.0, GELU, 4, (0.0,) * 9)
+    daf.tracker.site = lambda *_: site
+    return site
+
+
+def test_the_gelu_codec_serves_gelu():
+    x = noise(64, 64).requires_grad_()
+    expected = torch.autograd.grad(nn.functional.gelu(x).sum(), x)[0]
+    daf = compressor(bits=(4,))
+    saved_for_gelu(daf)
+    with daf.scope():
+        y = nn.functional.gelu(x).sum()
+    assert torch.allclose(torch.autograd.grad(y, x)[0], expected, atol=0.1)
+
+
+def test_the_gelu_codec_serves_nobody_else():
+    daf = compressor(bits=(4,))
+    site = saved_for_gelu(daf)
+    with daf.scope():
+        y, _ = save(noise(64, 64))
+    with pytest.raises(RuntimeError, match=r"ReadsBackward reads .* saved at a/0.*exclude=\['a'\]"):
+        y.backward()
+    assert site.consumers == {"GeluBackward0.self"}
+
+
+def test_what_gelu_stored_is_not_shared_with_other_sites():
+    x = noise(64, 64)
+    daf = compressor()
+    with daf.scope():
+        saved_for_gelu(daf)
+        daf._pack(x)
+        daf.tracker.site = lambda *_: SaveSite("b/0", "b")
+        other = daf._pack(x)
+    assert torch.allclose(daf._unpack(other), x, atol=0.05)
 
 
 # In-place changes --------------------------------------------------------------------------------
