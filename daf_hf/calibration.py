@@ -81,7 +81,7 @@ class Calibration:
         with untouched(self.compressor.model, self.compressor.device):
             with self._pilot() as pilot:
                 bytes_per_token = pilot.nbytes / (pilot.batch.examples * pilot.batch.tokens)
-                pilot.label_consumers()
+                pilot.find_readers()
                 self._survey(pilot)
                 moves = self._moves_off_zero(pilot)
             with _moved(moves):
@@ -166,6 +166,7 @@ class Calibration:
         for start in range(0, examples, size.examples):
             count = min(size.examples, examples - start)
             with self._build(start, Batch(count, size.tokens)) as graph:
+                graph.find_readers()
                 self._graph = graph
                 self._reference = graph.gradients(self._parameters)
                 weight = _square(self._reference)
@@ -217,11 +218,7 @@ class Calibration:
         norm = _square(self._reference)
         if any(item.restored is None for item in self._graph.items[site]):
             self.distortion(site)
-        perturbed = self._graph.gradients(self._parameters)
-        change = [
-            None if a is None or b is None else a - b
-            for a, b in zip(perturbed, self._reference, strict=True)
-        ]
+        change = self._graph.change(site, self._parameters)
         return _square(change) / norm if norm > 0 else 0.0
 
     def _moves_off_zero(self, pilot: Graph) -> dict[nn.Parameter, Tensor]:

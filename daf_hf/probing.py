@@ -7,11 +7,13 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .batches import Inputs, batch_of, scalar_loss
@@ -40,6 +42,7 @@ class Item:
         flat: the elements, as they lie in memory.
         shape, column: of the saved tensor; the dimension whose neighbours are adjacent (-1: none).
         restored: what a perturbed backward pass reads instead.
+        readers: the autograd nodes that read it.
     """
 
     site: SaveSite
@@ -47,6 +50,7 @@ class Item:
     shape: tuple[int, ...]
     column: int
     restored: Tensor | None = None
+    readers: set[Any] = field(default_factory=set)
 
     @property
     def cols(self) -> int:
@@ -147,7 +151,8 @@ class Graph(_Pass):
         self.batch = batch_of(inputs)
         self.items: dict[SaveSite, list[Item]] = {}
         self._limit = limit_bytes
-        self._reader: str | None = None
+        self._reader: tuple[Any, str] | None = None
+        self._incoming: dict[Any, tuple[Tensor | None, ...]] = {}
         args, kwargs = inputs
         with self._watching():
             self.loss = scalar_loss(forward(*args, **kwargs), compressor.config.seed)
@@ -166,12 +171,14 @@ class Graph(_Pass):
             return saved
         item = saved.item
         if self._reader is not None:
-            item.site.consumers.add(self._reader)
+            node, label = self._reader
+            item.readers.add(node)
+            item.site.consumers.add(label)
         flat = item.flat if item.restored is None else item.restored
         return flat.as_strided(saved.shape, saved.stride)
 
-    def label_consumers(self) -> None:
-        """Tell each site which nodes and slots read its tensors, by reading every slot once."""
+    def find_readers(self) -> None:
+        """Tell items and sites which nodes read them, by reading every slot once."""
         seen: set[Any] = set()
         waiting = [self.loss.grad_fn]
         while waiting:
@@ -181,7 +188,7 @@ class Graph(_Pass):
             seen.add(node)
             waiting.extend(function for function, _ in node.next_functions)
             for slot in _saved_slots(type(node)):
-                self._reader = f"{node.name()}.{slot.removeprefix('_saved_')}"
+                self._reader = node, f"{node.name()}.{slot.removeprefix('_saved_')}"
                 try:
                     getattr(node, slot)
                 finally:
@@ -191,17 +198,86 @@ class Graph(_Pass):
         return self
 
     def __exit__(self, *error: object) -> None:
-        # The graph's nodes hold our hooks, and we hold the graph: the collector does not see
-        # that cycle, for it goes through C++.
+        # The graph's nodes hold our hooks and items, and we and the items hold the nodes: cycles
+        # through C++, which the collector does not see.
         del self.loss
+        for items in self.items.values():
+            for item in items:
+                item.readers.clear()
         self.items.clear()
         self._known.clear()
+        self._incoming.clear()
 
     def gradients(self, parameters: list[nn.Parameter]) -> list[Tensor | None]:
-        """Gradients of the loss; the graph is kept."""
-        return list(
-            torch.autograd.grad(self.loss, parameters, retain_graph=True, allow_unused=True)
+        """Gradients of the loss; the graph is kept, and what flowed into each reader is noted."""
+        readers = {node for items in self.items.values() for i in items for node in i.readers}
+        hooks = [
+            node.register_prehook(partial(self._incoming.__setitem__, node)) for node in readers
+        ]
+        try:
+            return _gradients([self.loss], parameters, None)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def change(self, site: SaveSite, parameters: list[nn.Parameter]) -> list[Tensor | None]:
+        """Change of the gradients when the site's items are read as ``restored``.
+
+        A backward pass is linear in the gradients that flow through it, so only the change of
+        what the site's readers give on has to be followed, and only below them.
+        """
+        changes: dict[Any, Tensor] = {}
+        edges: dict[GradientEdge, Tensor] = {}
+        items = self.items[site]
+        nodes = {node for item in items for node in item.readers if node in self._incoming}
+        for node in nodes:
+            perturbed = _outgoing(node, self._incoming[node])
+            restored = [item.restored for item in items]
+            for item in items:
+                item.restored = None
+            exact = _outgoing(node, self._incoming[node])
+            for item, value in zip(items, restored, strict=True):
+                item.restored = value
+            for (function, index), a, b in zip(node.next_functions, perturbed, exact, strict=True):
+                if function is None or a is None or b is None or torch.equal(a, b):
+                    continue
+                leaf = getattr(function, "variable", None)
+                target, key = (
+                    (edges, GradientEdge(function, index)) if leaf is None else (changes, leaf)
+                )
+                target[key] = target[key] + (a - b) if key in target else a - b
+        below: list[Tensor | None] = [None] * len(parameters)
+        if edges:
+            below = _gradients(list(edges), parameters, list(edges.values()))
+        return [
+            _sum(gradient, changes.get(parameter))
+            for gradient, parameter in zip(below, parameters, strict=True)
+        ]
+
+
+def _gradients(
+    outputs: Any,
+    parameters: list[nn.Parameter],
+    incoming: list[Tensor] | None,
+) -> list[Tensor | None]:
+    return list(
+        torch.autograd.grad(
+            outputs, parameters, grad_outputs=incoming, retain_graph=True, allow_unused=True
         )
+    )
+
+
+def _outgoing(node: Any, incoming: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """What a node alone passes on."""
+    with torch.no_grad():
+        outgoing = node(*incoming)
+    return outgoing if isinstance(outgoing, tuple) else (outgoing,)
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b
 
 
 def _saved_slots(node_type: type) -> list[str]:

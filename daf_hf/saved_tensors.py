@@ -122,7 +122,6 @@ class Compressor:
         """Compress what autograd saves inside, in this thread."""
         if not self.active:
             self.refusal = Refusal()
-        self.workspace.clear()
         self.learn_parameters()
         calls = self.tracker.start()
         push_hooks(self._hooks)
@@ -133,6 +132,13 @@ class Compressor:
             self._local.depth -= 1
             pop_hooks(self._hooks)
             self.tracker.finish(calls)
+
+    def begin_forward(self) -> None:
+        """A forward pass of the model begins: settle what has ended, learn what is the model's."""
+        with self.lock:
+            self._bury()
+            self.workspace.clear()
+        self.learn_parameters()
 
     def learn_parameters(self) -> None:
         """Learn the storages of the model's parameters and buffers."""

@@ -136,8 +136,7 @@ class Session:
         current = _Pass()
         if math.isfinite(compressor.arena.limit_bytes):
             began = perf_counter()
-            compressor.held_bytes()
-            compressor.learn_parameters()
+            compressor.begin_forward()
             if self._calibration_due():
                 self._calibrate(original, inputs)
             current.key = signature(inputs)
