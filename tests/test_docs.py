@@ -1,0 +1,94 @@
+"""The documentation speaks of what there is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from daf_hf import DAFConfig, MemoryReport
+from daf_hf.codecs import _CODEBOOKS
+from daf_hf.kernels.format import Granularity
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+
+
+def page_id(page):
+    return page.name
+
+
+def as_written(value):
+    if isinstance(value, float) and math.isinf(value):
+        return "inf"
+    if isinstance(value, tuple):
+        return repr(value).replace("'", '"')
+    return json.dumps(value)
+
+
+@pytest.mark.parametrize("option", dataclasses.fields(DAFConfig), ids=lambda field: field.name)
+def test_every_option_is_documented_with_its_default(option):
+    assert f"| `{option.name}` | `{as_written(option.default)}` |" in CONFIGURATION
+
+
+def test_no_option_is_documented_that_there_is_not():
+    table = CONFIGURATION.partition("## Options")[2].partition("\n## ")[0]
+    documented = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert documented == [field.name for field in dataclasses.fields(DAFConfig)]
+
+
+@pytest.mark.parametrize("name", MemoryReport().to_dict())
+def test_every_figure_of_the_report_is_documented(name):
+    assert f"| `{name}` |" in CONFIGURATION
+
+
+@pytest.mark.parametrize("name", [*_CODEBOOKS, *(g.name.lower() for g in Granularity)])
+def test_every_codec_is_explained(name):
+    assert f"| `{name}` |" in (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_commands_exist(page):
+    text = page.read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    blocks = "\n".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL))
+    targets = re.findall(r"^make (\w+)", blocks, re.MULTILINE) + re.findall(r"`make (\w+)", text)
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
+    for script in re.findall(r"\.venv/bin/python (\S+\.py)", text):
+        assert (ROOT / script).is_file(), script
+
+
+def test_readme_has_the_two_commands():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "```sh\nmake demo\nmake test\n```" in text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        path, _, anchor = target.partition("#")
+        if "://" in target or path.endswith(".png"):
+            continue
+        other = page.parent / path if path else page
+        assert other.exists(), target
+        headings = re.findall(r"^#+ (.*)", other.read_text(encoding="utf-8"), re.MULTILINE)
+        anchors = [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings]
+        assert not anchor or anchor in anchors, target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_options_of_the_example_exist(page):
+    example = "".join(p.read_text(encoding="utf-8") for p in (ROOT / "examples/glue").glob("*.py"))
+    trainers = pytest.importorskip("transformers").TrainingArguments
+    known = {field.name for field in dataclasses.fields(trainers)}
+    known |= set(re.findall(r"^    (\w+): .* = field\(", example, re.MULTILINE))
+    known |= {"model_name_or_path", "task_name", "help"}
+    blocks = re.findall(r"run_glue\.py(?:[^\n]*\\\n)*[^\n]*", page.read_text(encoding="utf-8"))
+    for option in re.findall(r"--(\w+)", "\n".join(blocks)):
+        assert option in known, f"--{option}"
