@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from sortedcontainers import SortedList
 
+from .host_memory import advise_huge_pages
 from .kernels.format import PAGE_BYTES, Layout, PageSpace
 
 TABLE_ENTRY_BYTES = 4
@@ -25,6 +26,7 @@ PAGE_COST = PAGE_BYTES + TABLE_ENTRY_BYTES
 _SEGMENT_BYTES_MAX = 1 << 22
 _SEGMENT_BYTES_MIN = 1 << 16
 _SEGMENTS_PER_BUDGET = 16
+_IDLE_SHARE = 0.06
 
 
 class Stored:
@@ -203,6 +205,14 @@ class Arena:
             self._release_segments(excess)
         return within
 
+    def trim_if_idle(self) -> None:
+        """Give empty segments back if a good part of what was taken is free.
+
+        While a backward pass goes on, what it has freed makes room for its gradients.
+        """
+        if len(self._free) * PAGE_BYTES > _IDLE_SHARE * self.reserved_bytes:
+            self.trim()
+
     def trim(self) -> None:
         """Give back the segments in which nothing lives."""
         per = self.space.pages_per_segment
@@ -229,6 +239,8 @@ class Arena:
 
     def _add_segment(self, size: int) -> None:
         segment = torch.empty(size * PAGE_BYTES, dtype=torch.uint8, device=self.device)
+        if self.device.type == "cpu":
+            advise_huge_pages(segment)
         space = self.space
         index = next((i for i, s in enumerate(space.segments) if s is None), len(space.segments))
         if index == len(space.segments):

@@ -45,9 +45,6 @@ SMALLEST_BYTES = 4096
 """Tensors below this are kept exactly."""
 
 COMPRESSIBLE = (torch.float32, torch.bfloat16, torch.float16)
-WORKSPACE_BYTES = 1 << 27
-"""Idle memory kept for restored tensors during a backward pass."""
-
 UNPLANNED_BITS = 4
 UNPLANNED_COSTS = tuple(4.0**-bits for bits in range(9))
 """Width and costs for sites that no plan knows yet (a tensor's own energy counts 1)."""
@@ -73,7 +70,7 @@ class Compressor:
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.backend = get_backend(config.backend, self.device)
         self.arena = Arena(config.budget_bytes, self.device)
-        self.workspace = Workspace(WORKSPACE_BYTES)
+        self.workspace = Workspace()
         self.ledger = Ledger()
         self.tracker = SiteTracker(model, config.include, config.exclude)
         self.refuses = config.on_overflow == "error"
@@ -200,6 +197,7 @@ class Compressor:
         """The elements of ``stored`` as a new flat tensor."""
         with self.lock:
             began = perf_counter()
+            self.arena.trim_if_idle()
             out = self.workspace.empty(stored.layout.numel, dtype, self.arena.device)
             self.backend.decode(out, stored.layout, stored.bits, stored.table, self.arena.space)
             self.ledger.kernel_seconds += perf_counter() - began

@@ -21,7 +21,7 @@ from .arena import PAGE_COST
 from .batches import Inputs, batch_of, signature
 from .calibration import Calibration, CalibrationError
 from .config import DAFConfig, check_budget
-from .host_memory import trim_malloc, tune_malloc
+from .host_memory import short_lived_blocks, tune_malloc
 from .planning import Plan, Planner
 from .saved_tensors import Compressor
 
@@ -187,13 +187,13 @@ class Session:
         self._calibrated_at = self.step
         self.compressor.release_idle()  # what is kept exactly for the probe needs the room
         try:
-            Calibration(self.compressor, original, inputs).run()
+            with short_lived_blocks():
+                Calibration(self.compressor, original, inputs).run()
         except CalibrationError as error:
             # Its text alone: whoever keeps the record would keep the graph by the traceback.
             logger.warning("daf_hf: no calibration at step %d: %s", self.step, str(error))
         finally:
             self.compressor.unplanned.clear()
-            trim_malloc()
         self.planner.learn_candidates(batch_of(inputs))
 
     # Steps and budget --------------------------------------------------------------------------

@@ -14,12 +14,12 @@ MANY = SMALLEST_BYTES // 4
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("numel", [0, 1, 1000, MANY, 3 * MANY])
 def test_a_flat_tensor_of_that_kind(dtype, numel):
-    tensor = Workspace(1e9).empty(numel, dtype, CPU)
+    tensor = Workspace().empty(numel, dtype, CPU)
     assert (tensor.shape, tensor.dtype, tensor.device) == ((numel,), dtype, CPU)
 
 
 def test_idle_blocks_are_used_again():
-    workspace = Workspace(1e9)
+    workspace = Workspace()
     tensor = workspace.empty(MANY, torch.float32, CPU)
     address = tensor.data_ptr()
     del tensor
@@ -39,7 +39,7 @@ KEEP = {
 
 @pytest.mark.parametrize("kind", KEEP)
 def test_blocks_in_use_are_not(kind):
-    workspace = Workspace(1e9)
+    workspace = Workspace()
     kept = KEEP[kind](workspace.empty(MANY, torch.float32, CPU).fill_(3))
     others = [workspace.empty(MANY, torch.float32, CPU).fill_(7) for _ in range(3)]
     if kind == "storage":
@@ -49,24 +49,25 @@ def test_blocks_in_use_are_not(kind):
 
 
 def test_the_smallest_idle_block_serves():
-    workspace = Workspace(1e9)
+    workspace = Workspace()
     tensors = [workspace.empty(factor * MANY, torch.float32, CPU) for factor in (4, 2, 3)]
     address = tensors[1].data_ptr()
     del tensors
     assert workspace.empty(MANY, torch.float32, CPU).data_ptr() == address
 
 
-def test_idle_blocks_beyond_the_limit_go():
-    workspace = Workspace(3 * SMALLEST_BYTES)
-    tensors = [workspace.empty(MANY, torch.float32, CPU) for _ in range(10)]
-    assert len(workspace._blocks) == 10
+def test_idle_blocks_that_are_too_small_are_replaced():
+    workspace = Workspace()
+    tensors = [workspace.empty(MANY, torch.float32, CPU) for _ in range(3)]
+    kept = tensors.pop()
     del tensors
     workspace.empty(2 * MANY, torch.float32, CPU)
-    assert sum(block.numel() for block in workspace._blocks) <= 3 * SMALLEST_BYTES
+    assert sorted(block.numel() for block in workspace._blocks) == [4 * MANY, 8 * MANY]
+    del kept
 
 
 def test_clear_keeps_what_is_in_use():
-    workspace = Workspace(1e9)
+    workspace = Workspace()
     tensor = workspace.empty(MANY, torch.float32, CPU).fill_(3)
     workspace.clear()
     workspace.empty(MANY, torch.float32, CPU).fill_(7)
