@@ -59,6 +59,7 @@ class Ledger:
         plain_peak: the most that ``plain`` has been.
         peak: at the worst moment since the start.
         step_peak: at the worst moment since the last :meth:`start_step`.
+        pass_peak: bytes held at the worst moment since a forward pass began.
         kernel_seconds, hook_seconds, planning_seconds: time spent (hooks without kernels).
         counts: events by name (``non_finite``, ``overflow``, ``reencoded`` and so on).
     """
@@ -69,6 +70,7 @@ class Ledger:
         self.step_plain_peak = 0
         self.peak = Peak()
         self.step_peak = Peak()
+        self.pass_peak = 0
         self.kernel_seconds = 0.0
         self.hook_seconds = 0.0
         self.planning_seconds = 0.0
@@ -128,6 +130,7 @@ class Ledger:
 
     def observe(self, held: int, exact: int, elements: int, bits: int) -> None:
         """Note a moment; keeps the worst ones."""
+        self.pass_peak = max(self.pass_peak, held)
         if held > self.step_peak.held:
             self.step_peak = Peak(held, held - exact, exact, elements, bits)
             if held > self.peak.held:

@@ -173,6 +173,9 @@ GELU = Codec(Granularity.TENSOR, "gelu")
 GENERAL = Codec(Granularity.GROUP, "uniform")
 """The codec for what nothing is known of."""
 
+FRUGAL = Codec(Granularity.GROUP, "normal")
+"""The same where bits are few: its error is then less than half."""
+
 
 def parse_codec(text: str) -> Codec:
     """The codec named ``"granularity+codebook"``, ``"gelu"`` or ``"binary"``.

@@ -73,6 +73,7 @@ class Planner:
             ]
             kept = {(o.codec, o.bits): None for o in [*lower_hull(every), *best]}
             site.candidates = [(c, b) for c, b in kept if c is not None and b is not None]
+            self.compressor.calibrated = True
         self.forget()
 
     def plan(self, key: Any, batch: Batch) -> Plan:

@@ -153,6 +153,7 @@ class Graph(_Pass):
         self._limit = limit_bytes
         self._reader: tuple[Any, str] | None = None
         self._incoming: dict[Any, tuple[Tensor | None, ...]] = {}
+        self._reference: list[Tensor | None] = []
         args, kwargs = inputs
         with self._watching():
             self.loss = scalar_loss(forward(*args, **kwargs), compressor.config.seed)
@@ -215,10 +216,11 @@ class Graph(_Pass):
             node.register_prehook(partial(self._incoming.__setitem__, node)) for node in readers
         ]
         try:
-            return _gradients([self.loss], parameters, None)
+            self._reference = _gradients([self.loss], parameters, None)
         finally:
             for hook in hooks:
                 hook.remove()
+        return self._reference
 
     def change(self, site: SaveSite, parameters: list[nn.Parameter]) -> list[Tensor | None]:
         """Change of the gradients when the site's items are read as ``restored``.
@@ -230,6 +232,12 @@ class Graph(_Pass):
         edges: dict[GradientEdge, Tensor] = {}
         items = self.items[site]
         nodes = {node for item in items for node in item.readers if node in self._incoming}
+        if not all(callable(node) for node in nodes):  # nodes written in Python are not
+            whole = _gradients([self.loss], parameters, None)
+            return [
+                None if a is None or b is None else a - b
+                for a, b in zip(whole, self._reference, strict=True)
+            ]
         for node in nodes:
             perturbed = _outgoing(node, self._incoming[node])
             restored = [item.restored for item in items]
@@ -241,11 +249,14 @@ class Graph(_Pass):
             for (function, index), a, b in zip(node.next_functions, perturbed, exact, strict=True):
                 if function is None or a is None or b is None or torch.equal(a, b):
                     continue
+                # The engine reduces what a broadcast passes on, and casts it.
+                metadata = function._input_metadata[index]
+                delta = (a - b).sum_to_size(metadata.shape).to(metadata.dtype)
                 leaf = getattr(function, "variable", None)
                 target, key = (
                     (edges, GradientEdge(function, index)) if leaf is None else (changes, leaf)
                 )
-                target[key] = target[key] + (a - b) if key in target else a - b
+                target[key] = target[key] + delta if key in target else delta
         below: list[Tensor | None] = [None] * len(parameters)
         if edges:
             below = _gradients(list(edges), parameters, list(edges.values()))

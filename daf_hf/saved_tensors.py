@@ -22,11 +22,12 @@ from torch import Tensor, nn
 
 from .accounting import Ledger
 from .arena import PAGE_COST, Arena, Stored
-from .codecs import BINARY, GENERAL, Codec
+from .codecs import BINARY, FRUGAL, GENERAL, Codec
 from .config import DAFConfig
 from .handles import Copy, Handle, Kept, Lease, Pages, Physical, Recast, Refused, Spilled, View
 from .hook_stack import pop_hooks, push_hooks, top_hooks
 from .kernels import get_backend
+from .kernels.format import MAX_BITS
 from .refusal import BudgetError, Refusal
 from .sites import SaveSite, SiteTracker
 from .spill import SpillFile
@@ -61,6 +62,8 @@ class Compressor:
         arena, workspace, ledger, tracker, backend: the parts.
         lock: held while the arena changes.
         refuses: an overflow is refused (:class:`BudgetError`) rather than spilled.
+        calibrated: there are importances to plan by.
+        frugal: the budget was too small even to calibrate.
         unplanned: sites seen since the last calibration that no plan knows.
     """
 
@@ -75,6 +78,8 @@ class Compressor:
         self.tracker = SiteTracker(model, config.include, config.exclude)
         self.refuses = config.on_overflow == "error"
         self.refusal = Refusal()
+        self.calibrated = False
+        self.frugal = False
         self.unplanned: set[SaveSite] = set()
         self.lock = threading.Lock()
         self._hooks = (self._pack, self._unpack)
@@ -290,8 +295,10 @@ class Compressor:
     def _planned(self, flat: Tensor, cols: int, site: SaveSite) -> tuple[Stored, Codec]:
         option, allowed = site.option, self.config.bits
         if option is None or option.codec is None or option.bits is None:
-            codec, costs = GENERAL, UNPLANNED_COSTS
-            bits = max((b for b in allowed if b <= UNPLANNED_BITS), default=allowed[0])
+            # Beside a plan these are few, and many bits for them cost little.
+            most = MAX_BITS if self.calibrated else UNPLANNED_BITS
+            bits = max((b for b in allowed if b <= most), default=allowed[0])
+            codec, costs = FRUGAL if self.frugal else GENERAL, UNPLANNED_COSTS
         else:
             codec, bits, costs = option.codec, option.bits, option.costs
         return Stored(codec.layout(flat.numel(), cols, bits), bits, allowed, costs), codec

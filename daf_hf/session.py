@@ -34,12 +34,13 @@ class _Pass:
 
     Attributes:
         scope: what is to be left at its end.
-        key: the inputs' signature; None without a budget.
+        key, plan: the inputs' signature, and the plan for them; None without a budget.
         held, demoted: the arena's bytes and demoted pages before it.
     """
 
     scope: ExitStack = field(default_factory=ExitStack)
     key: Any = None
+    plan: Plan | None = None
     held: int = 0
     demoted: int = 0
 
@@ -67,7 +68,7 @@ class Session:
         self.planner = Planner(self.compressor)
         self.installed = False
         self.step = 0
-        self.last_plan: Plan | None = None
+        self._last_pass: _Pass | None = None
         self._restore: Callable[[], None] | None = None
         self._calibrated_at: int | None = None
         self._steps_here = 0
@@ -124,6 +125,7 @@ class Session:
             return
         self.installed = False
         self.compressor.tracker.remove()
+        self.compressor.release_idle()
         if self._restore is not None:
             self._restore()
             self._restore = None
@@ -137,13 +139,15 @@ class Session:
         if math.isfinite(compressor.arena.limit_bytes):
             began = perf_counter()
             compressor.begin_forward()
+            self._learn_from_last_pass()
             if self._calibration_due():
                 self._calibrate(original, inputs)
             current.key = signature(inputs)
-            plan = self.last_plan = self.planner.plan(current.key, batch_of(inputs))
-            self.planner.apply(plan)
+            current.plan = self.planner.plan(current.key, batch_of(inputs))
+            self.planner.apply(current.plan)
             arena = compressor.arena
             current.held, current.demoted = arena.held_bytes, arena.demoted_pages
+            compressor.ledger.pass_peak = 0
             # Beside an earlier pass that is still held, an overflow says nothing of the budget:
             # the planner shares it out among them from now on.
             first = not self._steps_here and not current.held
@@ -165,15 +169,24 @@ class Session:
             return
         if error is not None:
             raise error
-        if not current.held and self.last_plan is not None:
-            arena = self.compressor.arena
-            demoted = arena.demoted_pages - current.demoted
-            held = arena.held_bytes + demoted * PAGE_COST
-            self.planner.learn_from(current.key, self.last_plan, held)
+        self._last_pass = current
+
+    @property
+    def last_plan(self) -> Plan | None:
+        """The plan of the last pass that was completed."""
+        return self._last_pass.plan if self._last_pass is not None else None
+
+    def _learn_from_last_pass(self) -> None:
+        """Tell the planner what the last pass, and a loss outside the model, really wanted."""
+        last, arena = self._last_pass, self.compressor.arena
+        if last is not None and last.plan is not None and not last.held and not arena.held_bytes:
+            demoted = arena.demoted_pages - last.demoted
+            wanted = self.compressor.ledger.pass_peak + demoted * PAGE_COST
+            self.planner.learn_from(last.key, last.plan, wanted)
 
     def _calibration_due(self) -> bool:
         if self._calibrated_at is None:
-            return bool(self.config.calibrate_at)
+            return bool(self.config.calibrate_at or self.config.recalibrate_every)
         if self._calibrated_at == self.step:
             return False
         every, last = (self.config.recalibrate_every, max(self.config.calibrate_at, default=0))
@@ -192,6 +205,7 @@ class Session:
         except CalibrationError as error:
             # Its text alone: whoever keeps the record would keep the graph by the traceback.
             logger.warning("daf_hf: no calibration at step %d: %s", self.step, str(error))
+            self.compressor.frugal = not self.compressor.calibrated
         finally:
             self.compressor.unplanned.clear()
         self.planner.learn_candidates(batch_of(inputs))

@@ -23,9 +23,9 @@ _use_count = getattr(torch._C, "_storage_Use_Count", None)
 class Workspace:
     """Blocks of host memory.
 
-    A block serves anything that fits into it, and a request that no idle block can serve replaces
-    them, so that there are never more blocks than were in use at once. Not thread-safe: the caller
-    holds a lock.
+    A block serves anything that fits into it; idle ones go when none of them can serve a request,
+    or when the largest does. So there are never more blocks than were in use at once. Not
+    thread-safe: the caller holds a lock.
     """
 
     def __init__(self) -> None:
@@ -40,9 +40,12 @@ class Workspace:
         idle = [block for block in self._blocks if self._is_idle(block)]
         fitting = [block for block in idle if block.numel() >= nbytes]
         if fitting:
-            return min(fitting, key=Tensor.numel)[:nbytes].view(dtype)
-        self._blocks = [block for block in self._blocks if all(block is not i for i in idle)]
-        del idle
+            block = min(fitting, key=Tensor.numel)
+            if block.numel() == max(map(Tensor.numel, self._blocks)):
+                # The moment of the largest tensor is that of the highest peak.
+                self._let_go([other for other in idle if other is not block])
+            return block[:nbytes].view(dtype)
+        self._let_go(idle)
         block = torch.empty(nbytes, dtype=torch.uint8)
         advise_huge_pages(block)
         if not self._blocks:
@@ -50,6 +53,9 @@ class Workspace:
             self._idle = _references(block)
         self._blocks.append(block)
         return block[:nbytes].view(dtype)
+
+    def _let_go(self, idle: list[Tensor]) -> None:
+        self._blocks = [block for block in self._blocks if all(block is not i for i in idle)]
 
     def _is_idle(self, block: Tensor) -> bool:
         return all(now <= idle for now, idle in zip(_references(block), self._idle, strict=True))
