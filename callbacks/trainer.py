@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
+from transformers.utils import logging as transformers_logging
 
 from daf_hf.accounting import MemoryReport
 from daf_hf.config import DAFConfig
@@ -18,6 +19,7 @@ from daf_hf.plan_table import plan_table
 from daf_hf.session import Session
 
 logger = logging.getLogger("daf_hf")
+trainer_logger = transformers_logging.get_logger("transformers.trainer")
 
 
 class DAFCallback(TrainerCallback):
@@ -101,7 +103,7 @@ class DAFCallback(TrainerCallback):
         self._session.end_step()
         if not self._shown and state.is_world_process_zero:
             self._shown = True
-            logger.warning("%s", plan_table(self._session))
+            trainer_logger.warning("%s", plan_table(self._session))
 
     def on_log(
         self,
@@ -127,7 +129,7 @@ class DAFCallback(TrainerCallback):
         report = self.report
         self._close()
         if state.is_world_process_zero:
-            logger.info("%s", report)
+            trainer_logger.warning("%s", report)
 
     def _close(self) -> None:
         if self._session is not None:

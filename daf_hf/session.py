@@ -72,6 +72,7 @@ class Session:
         self._restore: Callable[[], None] | None = None
         self._calibrated_at: int | None = None
         self._steps_here = 0
+        touch_weights(model)
         self._resident = ResidentPeak()
         tune_malloc()
 
@@ -309,6 +310,17 @@ class Session:
                 )
             )
         return reports
+
+
+def touch_weights(model: nn.Module) -> None:
+    """Read a word of every page of the weights.
+
+    Weights that are mapped from a file become resident with their first use, which is not to be
+    taken for memory that training took.
+    """
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu" and parameter.is_contiguous():
+            parameter.detach().view(-1)[:: 4096 // parameter.element_size()].sum()
 
 
 def _optimizer_bytes(optimizer: Any) -> int:

@@ -19,6 +19,7 @@ from transformers import (
     set_seed,
 )
 
+import daf_hf.callbacks.trainer as trainer_module
 from daf_hf import BudgetError, DAFCallback, DAFConfig, attach
 
 MB = 1e6
@@ -158,12 +159,14 @@ def test_metrics_reach_the_log_and_reporting_callbacks(tmp_path):
     assert all(entry["daf/ratio"] > 2 for entry in steps)
 
 
-def test_plan_is_shown_once_at_the_start(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING, "daf_hf"):
-        trainer_of(tmp_path, [DAFCallback(budget_mb=0.3)]).train()
-    plans = [record for record in caplog.records if "daf_hf: plan" in record.getMessage()]
-    assert len(plans) == 1
-    assert "predicted gradient error" in plans[0].getMessage()
+def test_plan_is_shown_once_and_the_report_at_the_end(tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr(
+        trainer_module.trainer_logger, "warning", lambda text, *args: shown.append(text % args)
+    )
+    trainer_of(tmp_path, [DAFCallback(budget_mb=0.3)]).train()
+    assert [text.split()[1] for text in shown] == ["plan", "memory"]
+    assert all("predicted gradient error" in " ".join(text.split()) for text in shown)
 
 
 # The budget --------------------------------------------------------------------------------------
