@@ -22,8 +22,9 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from .batches import Inputs, batch_of, cut
 from .codecs import Codec
+from .gauge import Gauge
 from .importance import resolve_importance
-from .probing import Gauge, Graph, ProbeTooLargeError, Survey
+from .probing import Graph, ProbeTooLargeError, Survey
 from .saved_tensors import Compressor
 from .sites import DIM_CONSTANT, Batch, Probed, SaveSite, dimension_roles
 

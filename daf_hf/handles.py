@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -29,6 +32,42 @@ class Lease:
 
     def __del__(self) -> None:
         self._end(self._what)
+
+
+class DeferredEnds:
+    """Runs what is to happen at the end of a handle, while a lock is held.
+
+    Handles die wherever Python drops them, also in a garbage collection while the arena is being
+    changed: an end that does not get the lock waits for its next holder.
+
+    Args:
+        lock: not reentrant.
+    """
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+        self._waiting: deque[tuple[Callable[[Any], None], Any]] = deque()
+
+    def later(self, end: Callable[[Any], None]) -> Callable[[Any], None]:
+        """``end`` for a :class:`Lease`."""
+        lock, waiting = self._lock, self._waiting
+
+        def finish(what: Any) -> None:
+            if lock.acquire(blocking=False):
+                try:
+                    end(what)
+                finally:
+                    lock.release()
+            else:
+                waiting.append((end, what))
+
+        return finish
+
+    def settle(self) -> None:
+        """Run what waits; the caller holds the lock."""
+        while self._waiting:
+            end, what = self._waiting.popleft()
+            end(what)
 
 
 class Version:
@@ -65,7 +104,7 @@ class Version:
             )
 
 
-class Handle:
+class Handle(ABC):
     """One saved tensor. ``restore()`` gives it back with its shape, strides and dtype."""
 
     __slots__ = ("lease", "version")
@@ -79,8 +118,8 @@ class Handle:
             self.version.check()
         return self._restore()
 
-    def _restore(self) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def _restore(self) -> Tensor: ...
 
 
 class Kept(Handle):
@@ -111,7 +150,7 @@ class Recast(Handle):
         return flat.as_strided(self.shape, self.stride)
 
 
-class Physical:
+class Physical(ABC):
     """The elements behind one or more handles, stored once.
 
     Attributes:
@@ -126,9 +165,9 @@ class Physical:
         self.lease = lease
         self.private = private
 
+    @abstractmethod
     def flat(self) -> Tensor:
         """The elements as a contiguous 1-D tensor."""
-        raise NotImplementedError
 
 
 class Pages(Physical):

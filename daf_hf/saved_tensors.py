@@ -10,7 +10,6 @@ import math
 import sys
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from time import perf_counter
@@ -24,7 +23,19 @@ from .accounting import Ledger
 from .arena import PAGE_COST, Arena, Stored
 from .codecs import BINARY, FRUGAL, GENERAL, Codec
 from .config import DAFConfig
-from .handles import Copy, Handle, Kept, Lease, Pages, Physical, Recast, Refused, Spilled, View
+from .handles import (
+    Copy,
+    DeferredEnds,
+    Handle,
+    Kept,
+    Lease,
+    Pages,
+    Physical,
+    Recast,
+    Refused,
+    Spilled,
+    View,
+)
 from .hook_stack import pop_hooks, push_hooks, top_hooks
 from .kernels import get_backend
 from .kernels.format import MAX_BITS
@@ -39,6 +50,7 @@ from .tensors import (
     is_ordinary,
     is_representable,
     may_be_two_valued,
+    source_of_copy,
 )
 from .workspace import Workspace
 
@@ -87,11 +99,11 @@ class Compressor:
         self._parameters: frozenset[int] = frozenset()
         self._physicals: dict[tuple[Any, ...], weakref.ref[Physical]] = {}
         self._spill = SpillFile()
-        self._graveyard: deque[tuple[Callable[[Any], None], Any]] = deque()
-        self._end_save = self._later(self.ledger.unsave)
-        self._end_outside = self._later(self.arena.release_outside)
-        self._end_pages = self._later(self.arena.remove)
-        self._end_exact = self._later(self._unhold)
+        self._ends = DeferredEnds(self.lock)
+        self._end_save = self._ends.later(self.ledger.unsave)
+        self._end_outside = self._ends.later(self.arena.release_outside)
+        self._end_pages = self._ends.later(self.arena.remove)
+        self._end_exact = self._ends.later(self._unhold)
 
     @property
     def model(self) -> nn.Module:
@@ -138,7 +150,7 @@ class Compressor:
     def begin_forward(self) -> None:
         """A forward pass of the model begins: settle what has ended, learn what is the model's."""
         with self.lock:
-            self._bury()
+            self._ends.settle()
             self.workspace.clear()
         self.learn_parameters()
 
@@ -157,20 +169,20 @@ class Compressor:
     def held_bytes(self) -> int:
         """All bytes held for backward now."""
         with self.lock:
-            self._bury()
+            self._ends.settle()
             return self.arena.held_bytes
 
     def set_limit(self, limit_bytes: float) -> bool:
         """Change the budget; False when what is live stays above it for now."""
         with self.lock:
-            self._bury()
+            self._ends.settle()
             self.refusal = Refusal()
             return self.arena.set_limit(limit_bytes)
 
     def release_idle(self) -> None:
         """Give back all memory that holds nothing."""
         with self.lock:
-            self._bury()
+            self._ends.settle()
             self.arena.trim()
             self.workspace.clear()
 
@@ -181,7 +193,7 @@ class Compressor:
         kernels = self.ledger.kernel_seconds
         frame = sys._getframe(1)
         with self.lock:
-            self._bury()
+            self._ends.settle()
             handle = self._save(tensor, frame)
             ledger, arena = self.ledger, self.arena
             ledger.observe(
@@ -382,48 +394,9 @@ class Compressor:
 
     def recast_of(self, tensor: Tensor) -> Tensor | None:
         """The parameter of the current module of which ``tensor`` is a low-precision copy."""
-        if tensor.dtype not in (torch.bfloat16, torch.float16):
-            return None
-        extent, _, whole = geometry(tensor.shape, tensor.stride())
-        for parameter in self.tracker.current_module()._parameters.values():
-            if (
-                whole
-                and parameter is not None
-                and parameter.numel() == extent
-                and parameter.dtype is torch.float32
-                and parameter.is_contiguous()
-                and torch.equal(
-                    flatten(parameter, extent).to(tensor.dtype), flatten(tensor, extent)
-                )
-            ):
-                return parameter
-        return None
+        return source_of_copy(tensor, self.tracker.current_module()._parameters.values())
 
     # Ends --------------------------------------------------------------------------------------
-
-    def _later(self, end: Callable[[Any], None]) -> Callable[[Any], None]:
-        """``end``, run now if the lock is free, else by the next holder of it.
-
-        Handles die wherever Python drops them, also in a garbage collection while the arena is
-        being changed.
-        """
-        lock, graveyard = self.lock, self._graveyard
-
-        def finish(what: Any) -> None:
-            if lock.acquire(blocking=False):
-                try:
-                    end(what)
-                finally:
-                    lock.release()
-            else:
-                graveyard.append((end, what))
-
-        return finish
-
-    def _bury(self) -> None:
-        while self._graveyard:
-            end, what = self._graveyard.popleft()
-            end(what)
 
     def _unhold(self, cdata: int) -> None:
         self.arena.release_outside(self.ledger.release_exactly(cdata))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -84,3 +85,21 @@ def is_representable(flat: Tensor, two_valued: bool) -> bool:
         return flat.unique().numel() <= 2
     low, high = (end.bfloat16().float() for end in flat.aminmax())
     return bool((high - low).isfinite())
+
+
+def source_of_copy(tensor: Tensor, candidates: Iterable[Tensor | None]) -> Tensor | None:
+    """The fp32 candidate that ``tensor`` is a bf16 or fp16 copy of, to the last bit, if any is."""
+    if tensor.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    extent, _, whole = geometry(tensor.shape, tensor.stride())
+    for candidate in candidates:
+        if (
+            whole
+            and candidate is not None
+            and candidate.numel() == extent
+            and candidate.dtype is torch.float32
+            and candidate.is_contiguous()
+            and torch.equal(flatten(candidate, extent).to(tensor.dtype), flatten(tensor, extent))
+        ):
+            return candidate
+    return None
