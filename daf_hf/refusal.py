@@ -7,7 +7,18 @@ from collections import Counter
 
 
 class BudgetError(RuntimeError):
-    """The budget cannot be met even with the fewest bits."""
+    """The budget cannot be met even with the fewest bits.
+
+    Attributes:
+        least_mb: the least ``budget_mb`` that would have done.
+    """
+
+    def __init__(self, message: str, least_mb: float) -> None:
+        super().__init__(message)
+        self.least_mb = least_mb
+
+    def __reduce__(self) -> tuple[type[BudgetError], tuple[str, float]]:
+        return type(self), (str(self), self.least_mb)
 
 
 class Refusal:
@@ -45,8 +56,9 @@ class Refusal:
         least = math.ceil(self.least_bytes / 1e4) / 100
         return BudgetError(
             f"budget_mb={self.limit_bytes / 1e6:g} is too small for this batch even with the "
-            f"fewest bits: the least that would do is budget_mb={least:.2f}. Largest at their "
-            f"fewest bits among what found no room: {largest}. Ways out: a larger budget_mb, a "
-            "smaller batch or shorter sequences, fewer bits allowed (bits=...), gradient "
-            'checkpointing, or on_overflow="spill".'
+            f"fewest bits; budget_mb={least:.2f} is the least that would do. Largest at their "
+            f"fewest bits among what found no room: {largest}. Ways out: a larger budget_mb, a smaller "
+            "batch or shorter sequences, fewer bits allowed (bits=...), gradient checkpointing, "
+            'or on_overflow="spill".',
+            least,
         )

@@ -33,7 +33,8 @@ MB = 1e6
 
 def least_of(error):
     """The least budget that a BudgetError names."""
-    return float(str(error).split("the least that would do is budget_mb=")[1].split(". L")[0])
+    assert f"budget_mb={error.least_mb:.2f} is the least" in str(error)
+    return error.least_mb
 
 
 def refusal_of(run, *args):
