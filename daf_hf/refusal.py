@@ -57,8 +57,8 @@ class Refusal:
         return BudgetError(
             f"budget_mb={self.limit_bytes / 1e6:g} is too small for this batch even with the "
             f"fewest bits; budget_mb={least:.2f} is the least that would do. Largest at their "
-            f"fewest bits among what found no room: {largest}. Ways out: a larger budget_mb, a "
-            "smaller batch or shorter sequences, fewer bits allowed (bits=...), gradient checkpointing, "
-            'or on_overflow="spill".',
+            f"fewest bits among what found no room: {largest}. Ways out: a larger budget_mb, "
+            "a smaller batch or shorter sequences, fewer bits allowed (bits=...), gradient "
+            'checkpointing, or on_overflow="spill".',
             least,
         )

@@ -113,4 +113,4 @@ def test_the_least_budget_is_rounded_up():
     refusal = Refusal()
     refusal.begin(1e6, 0)
     refusal.add("a/0", 1_230_001)
-    assert "budget_mb=1.24." in str(refusal.error())
+    assert "budget_mb=1.24 is the least" in str(refusal.error())
