@@ -62,7 +62,7 @@ def _read_json(path: Path) -> Any:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--budget_mb", type=float, default=10.0, help="for saved activations")
+    parser.add_argument("--budget_mb", type=float, default=16.0, help="for saved activations")
     parser.add_argument("--max_steps", type=int, default=130)
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/demo"))
