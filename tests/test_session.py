@@ -175,6 +175,7 @@ def test_a_refused_budget_can_be_raised_and_trained_with(bert_model, bert_batch)
     daf.set_budget(least * 1.01)
     for _ in range(2):
         step(bert_model, daf, optimizer, bert_batch)
+    assert 0 < daf.report.held_bytes_peak <= least * 1.01 * MB
 
 
 def test_refusal_after_an_exception_in_forward_is_forgotten(bert_model, bert_batch):

@@ -137,6 +137,8 @@ def test_a_followed_model_can_be_copied_and_pickled():
     tracker = SiteTracker(model)
     tracker.install()
     twin = copy.deepcopy(model)
-    twin(torch.ones(2, 64))
+    x = torch.ones(2, 64)
+    expected = model(x)["loss"]
+    assert torch.equal(twin(x)["loss"], expected)
     tracker.remove()
-    pickle.loads(pickle.dumps(model))
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x)["loss"], expected)
