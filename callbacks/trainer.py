@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -20,6 +21,12 @@ from daf_hf.session import Session
 
 logger = logging.getLogger("daf_hf")
 trainer_logger = transformers_logging.get_logger("transformers.trainer")
+
+GUARDED = ("_run_epoch", "training_step")
+"""Methods of Trainer inside which an exception ends the compression; some versions lack the first.
+"""
+
+Found = TypeVar("Found")
 
 
 class DAFCallback(TrainerCallback):
@@ -45,6 +52,7 @@ class DAFCallback(TrainerCallback):
         self._report = MemoryReport(budget_bytes=self.config.budget_bytes)
         self._covers_loss = False
         self._shown = False
+        self._unguard: list[Callable[[], None]] = []
 
     @property
     def report(self) -> MemoryReport:
@@ -78,7 +86,7 @@ class DAFCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._close()
-        _move_to_front(self)
+        self._move_to_front()
         if getattr(args, "label_smoothing_factor", 0) and not self._covers_loss:
             logger.warning(
                 "daf_hf: label_smoothing_factor moves the loss out of the model, where a callback "
@@ -88,6 +96,9 @@ class DAFCallback(TrainerCallback):
         self._shown = False
         self._session = Session(kwargs["model"], self.config)
         self._session.install()
+        trainer = _caller(Trainer)
+        if trainer is not None:
+            self._guard(trainer)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -126,13 +137,56 @@ class DAFCallback(TrainerCallback):
         if self._session is None:
             return
         self._optimizer = kwargs.get("optimizer", self._optimizer)
-        report = self.report
         self._close()
         if state.is_world_process_zero:
-            trainer_logger.warning("%s", report)
+            trainer_logger.warning("%s", self._report)
+
+    # Beginning and end -------------------------------------------------------------------------
+
+    def _move_to_front(self) -> None:
+        """Be the first of the Trainer's callbacks.
+
+        A callback may add to what is logged, but only those behind it see the addition, and the
+        reporting integrations are put in front of the user's.
+        """
+        handler = _caller(CallbackHandler)
+        if handler is not None and self in handler.callbacks:
+            handler.callbacks.remove(self)
+            handler.callbacks.insert(0, self)
+
+    def _guard(self, trainer: Trainer) -> None:
+        """End the compression when training ends in an exception, of which no event tells."""
+        for name in GUARDED:
+            original = getattr(trainer, name, None)
+            if original is None:
+                continue
+            own = trainer.__dict__.get(name)
+
+            @functools.wraps(original)
+            def guarded(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
+                try:
+                    return _original(*args, **kwargs)
+                except BaseException:
+                    self._close()
+                    raise
+
+            def restore(name: str = name, own: Any = own, guarded: Any = guarded) -> None:
+                if trainer.__dict__.get(name) is guarded:
+                    if own is None:
+                        delattr(trainer, name)
+                    else:
+                        setattr(trainer, name, own)
+
+            setattr(trainer, name, guarded)
+            self._unguard.append(restore)
 
     def _close(self) -> None:
+        """Leave model and trainer as they were; the report stays."""
+        for restore in self._unguard:
+            restore()
+        self._unguard.clear()
         if self._session is not None:
+            self._report = self._session.report(self._optimizer)
             self._session.remove()
             self._session = None
 
@@ -167,18 +221,15 @@ def attach(trainer: Trainer, config: Any = None, **options: Any) -> DAFCallback:
     return callback
 
 
-def _move_to_front(callback: TrainerCallback) -> None:
-    """Be the first of the Trainer's callbacks.
+def _caller(kind: type[Found]) -> Found | None:
+    """The nearest object of a type among those whose methods are being called.
 
-    A callback may add to what is logged, but only those behind it see the addition, and the
-    reporting integrations are put in front of the user's. Trainer hands a callback no reference
-    to the handler that calls it; the calling frame has one.
+    Trainer hands a callback no reference to itself, or to the handler that calls it.
     """
     frame = inspect.currentframe()
     while frame is not None:
-        handler = frame.f_locals.get("self")
-        if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
-            handler.callbacks.remove(callback)
-            handler.callbacks.insert(0, callback)
-            return
+        found = frame.f_locals.get("self")
+        if isinstance(found, kind):
+            return found
         frame = frame.f_back
+    return None

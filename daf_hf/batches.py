@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -13,6 +14,10 @@ from .sites import Batch
 MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features")
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class NothingToLearnError(ValueError):
+    """No output of a forward pass depends on a parameter that is trained."""
 
 
 def main_input(inputs: Inputs) -> Tensor | None:
@@ -41,35 +46,53 @@ def signature(inputs: Inputs) -> tuple[Any, ...]:
 
 
 def cut(inputs: Inputs, start: int, size: Batch) -> Inputs:
-    """``size.examples`` examples from ``start`` on, their first ``size.tokens`` tokens."""
+    """``size.examples`` examples from ``start`` on, their first ``size.tokens`` tokens.
+
+    The tensors are copies, as a model may change its inputs in place.
+    """
     whole = batch_of(inputs)
 
-    def part(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != whole.examples:
-            return leaf
-        leaf = leaf[start : start + size.examples]
-        if size.tokens < whole.tokens:
-            for dim in range(1, leaf.dim()):
-                if leaf.shape[dim] == whole.tokens:
-                    leaf = leaf.narrow(dim, 0, size.tokens)
-        return leaf.contiguous()  # models do take a view(-1) of their labels
+    def one_each(leaf: Any) -> bool:
+        return isinstance(leaf, list) and len(leaf) == whole.examples
 
-    args, kwargs = tree_map(part, inputs)
+    def part(leaf: Any) -> Any:
+        if one_each(leaf):
+            return tree_map(copy, leaf[start : start + size.examples])
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.dim() and leaf.shape[0] == whole.examples:
+            leaf = leaf[start : start + size.examples]
+            if size.tokens < whole.tokens:
+                for dim in range(1, leaf.dim()):
+                    if leaf.shape[dim] == whole.tokens:
+                        leaf = leaf.narrow(dim, 0, size.tokens)
+        return copy(leaf)
+
+    def copy(leaf: Any) -> Any:
+        # Models do take a view(-1) of their labels.
+        return leaf.clone(memory_format=torch.contiguous_format) if is_plain(leaf) else leaf
+
+    args, kwargs = tree_map(part, inputs, is_leaf=one_each)
     return args, kwargs
+
+
+def is_plain(leaf: Any) -> bool:
+    """Whether this is an ordinary tensor, of strides."""
+    return isinstance(leaf, Tensor) and leaf.layout is torch.strided
 
 
 def scalar_loss(outputs: Any, seed: int) -> Tensor:
     """The loss in a model's outputs; without one, a fixed random projection of the outputs.
 
     Raises:
-        ValueError: when no output depends on anything that is trained.
+        NothingToLearnError: when no output depends on anything that is trained.
     """
     loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
     if isinstance(loss, Tensor) and loss.requires_grad:
         return loss.float().mean()
     tensors = [t for t in tree_leaves(_plain(outputs)) if isinstance(t, Tensor) and t.requires_grad]
     if not tensors:
-        raise ValueError("no output of the model depends on a parameter that is trained")
+        raise NothingToLearnError("no output of the model depends on a parameter that is trained")
     if tensors[0].dim() == 0:
         return tensors[0]
     generator = torch.Generator().manual_seed(seed)
@@ -81,4 +104,8 @@ def scalar_loss(outputs: Any, seed: int) -> Tensor:
 
 
 def _plain(outputs: Any) -> Any:
-    return dict(outputs) if isinstance(outputs, dict) else outputs
+    if isinstance(outputs, dict):
+        return dict(outputs)
+    if dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
+        return {f.name: getattr(outputs, f.name) for f in dataclasses.fields(outputs)}
+    return outputs

@@ -13,14 +13,14 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from .batches import Inputs, batch_of, cut
+from .batches import Inputs, NothingToLearnError, batch_of, cut
 from .codecs import Codec
 from .gauge import Gauge
 from .importance import resolve_importance
@@ -38,6 +38,9 @@ PILOT_EXAMPLES = 2
 PILOT_SHARE = 3
 """Sixteenths of the tokens that the pilot takes."""
 
+CUTS = ((True, True), (True, False), (False, False))
+"""Whether a probe takes a part of the examples, and of the tokens: what is tried in turn."""
+
 SMALL_SHARE = 0.05
 """Sites below this share of the average site's bytes are not measured."""
 
@@ -45,9 +48,19 @@ SMALLEST_PROBE_TOKENS = 4
 SHARE_OF_BUDGET = 0.9
 """Of the budget, what a graph that keeps everything may take."""
 
+Result = TypeVar("Result")
+
 
 class CalibrationError(Exception):
     """No measurement was possible; says why."""
+
+
+class NothingToMeasureError(CalibrationError):
+    """This forward pass trains nothing; another one may."""
+
+
+class _ModelFailedError(Exception):
+    """The model could not be run on the part of the batch that it was given."""
 
 
 class Calibration:
@@ -76,31 +89,56 @@ class Calibration:
         self._nbytes: dict[SaveSite, int] = {}
         self._graph: Graph | None = None
         self._reference: list[Tensor | None] = []
+        self._cuts_examples = self._cuts_tokens = True
 
     def run(self) -> None:
         """Measure, and write what was found into the sites."""
+        if not self._whole.examples * self._whole.tokens:
+            raise NothingToMeasureError("the batch is empty")
         with untouched(self.compressor.model, self.compressor.device):
-            with self._pilot() as pilot:
-                bytes_per_token = pilot.nbytes / (pilot.batch.examples * pilot.batch.tokens)
-                pilot.find_readers()
-                self._survey(pilot)
-                moves = self._moves_off_zero(pilot)
-            with _moved(moves):
-                self._measure(bytes_per_token)
+            self._run_on_parts()
         for site in self.compressor.tracker.sites.values():
             site.known = True
+
+    def _run_on_parts(self) -> None:
+        """Not every model takes fewer tokens, or fewer examples, than its batch has."""
+        for self._cuts_examples, self._cuts_tokens in CUTS:
+            try:
+                return self._run()
+            except _ModelFailedError as error:
+                reason = str(error)
+        raise CalibrationError(f"the model cannot be run for it ({reason})")
+
+    def _run(self) -> None:
+        with self._pilot() as pilot:
+            bytes_per_token = pilot.nbytes / (pilot.batch.examples * pilot.batch.tokens)
+            pilot.find_readers()
+            self._survey(pilot)
+            moves, complete = self._moves_off_zero(pilot)
+        if not complete:  # what the pilot left out may be what the loss is about
+            moves = self._within_budget(bytes_per_token, self._moves_at)
+        with _moved(moves):
+            self._within_budget(bytes_per_token, self._measure_at)
 
     # Sizes and distortions ---------------------------------------------------------------------
 
     def _build(self, start: int, size: Batch) -> Graph:
-        inputs = cut(self._inputs, start, size)
-        return Graph(self.compressor, self._forward, inputs, self._limit)
+        with _blaming_the_model():
+            inputs = cut(self._inputs, start, size)
+            return Graph(self.compressor, self._forward, inputs, self._limit)
+
+    def _size(self, examples: int, tokens: int) -> Batch:
+        """So many, where the batch may be cut to so many."""
+        whole = self._whole
+        return Batch(
+            min(examples, whole.examples) if self._cuts_examples else whole.examples,
+            min(tokens, whole.tokens) if self._cuts_tokens else whole.tokens,
+        )
 
     def _pilot(self) -> Graph:
         """A very small graph: who reads what, and how sizes follow the batch."""
-        whole = self._whole
-        tokens = min(whole.tokens, max(SMALLEST_PROBE_TOKENS, whole.tokens * PILOT_SHARE // 16))
-        size = Batch(min(PILOT_EXAMPLES, whole.examples), tokens)
+        tokens = max(SMALLEST_PROBE_TOKENS, self._whole.tokens * PILOT_SHARE // 16)
+        size = self._size(PILOT_EXAMPLES, tokens)
         try:
             return self._build(0, size)
         except ProbeTooLargeError:
@@ -110,7 +148,9 @@ class Calibration:
             ) from None
 
     def _survey(self, pilot: Graph) -> None:
-        survey = Survey(self.compressor, self._forward, self._inputs, self._gauge)
+        with _blaming_the_model():
+            inputs = cut(self._inputs, 0, self._whole)
+            survey = Survey(self.compressor, self._forward, inputs, self._gauge)
         for site, found in survey.findings.items():
             roles = (DIM_CONSTANT,) * len(found.shape)
             if site in pilot.items:
@@ -136,61 +176,77 @@ class Calibration:
 
     # Importances -------------------------------------------------------------------------------
 
-    def _measure(self, bytes_per_token: float) -> None:
-        """Probe as many examples as asked for, in graphs that fit the budget."""
+    def _within_budget(self, bytes_per_token: float, work: Callable[[Batch], Result]) -> Result:
+        """Do what takes a graph of some examples, of as many as fit the budget."""
         whole = self._whole
-        examples = min(self.compressor.config.calibration_batch, whole.examples)
         # Attention grows with the square of the tokens, so a linear guess is on the low side.
-        per_example = 1.2 * bytes_per_token * whole.tokens
-        size = Batch(min(examples, int(min(self._limit / per_example, examples))), whole.tokens)
-        if not size.examples:
-            fitting = int(whole.tokens * self._limit / per_example)
-            size = Batch(1, max(SMALLEST_PROBE_TOKENS, fitting))
+        per_example = max(1.0, 1.2 * bytes_per_token * whole.tokens)
+        fitting = self._limit / per_example
+        examples = self.compressor.config.calibration_batch
+        size = self._size(max(1, int(min(fitting, examples))), whole.tokens)
+        if fitting < 1:
+            size = self._size(1, max(SMALLEST_PROBE_TOKENS, int(whole.tokens * fitting)))
         while True:
             try:
-                self._measure_at(size, examples)
-                return
+                return work(size)
             except ProbeTooLargeError:
-                if size.examples > 1:
-                    size = Batch(size.examples // 2, size.tokens)
-                elif size.tokens > SMALLEST_PROBE_TOKENS:
-                    size = Batch(1, size.tokens // 2)
-                else:
-                    raise CalibrationError(
-                        "one example, held exactly, exceeds the budget"
-                    ) from None
+                smaller = self._size(size.examples // 2, size.tokens)
+                if size.examples == 1:
+                    smaller = self._size(1, max(SMALLEST_PROBE_TOKENS, size.tokens // 2))
+                if smaller == size or not smaller.examples:
+                    what = "one example" if self._cuts_examples else "the batch"
+                    raise CalibrationError(f"{what}, held exactly, exceeds the budget") from None
+                size = smaller
 
-    def _measure_at(self, size: Batch, examples: int) -> None:
+    def _measure_at(self, size: Batch) -> None:
+        """Probe as many examples as asked for, in graphs of this size."""
         weighted: dict[SaveSite, float] = {}
         weights = 0.0
-        metric = resolve_importance(self.compressor.config.importance)
-        for start in range(0, examples, size.examples):
-            count = min(size.examples, examples - start)
+        for start, count in self._parts(size):
             with self._build(start, Batch(count, size.tokens)) as graph:
                 graph.find_readers()
                 self._graph = graph
-                self._reference = graph.gradients(self._parameters)
+                with _blaming_the_model():
+                    self._reference = graph.gradients(self._parameters)
                 weight = _square(self._reference)
                 if not math.isfinite(weight):
                     raise CalibrationError("the probe's gradients are not finite")
                 weights += weight
                 for site in self._large_sites():
                     if site in graph.items:
-                        value = float(metric(site, self))
-                        weighted[site] = weighted.get(site, 0.0) + weight * value
+                        weighted[site] = weighted.get(site, 0.0) + weight * self._value(site)
                         for item in graph.items[site]:
                             item.restored = None
-        for site, total in weighted.items():
-            measured = total / weights if weights > 0 else 0.0
-            if not math.isfinite(measured) or measured < 0:
-                raise CalibrationError(
-                    f"importance metric {self.compressor.config.importance!r} gave {measured} for "
-                    f"{site.name}; it must be finite and not negative"
-                )
+        if weights > 0:
+            self._learn({site: total / weights for site, total in weighted.items()})
+
+    def _value(self, site: SaveSite) -> float:
+        """What the metric says of a site."""
+        spec = self.compressor.config.importance
+        value: Any = resolve_importance(spec)(site, self)
+        message = (
+            f"importance={spec!r} gave {value!r} for {site.name}: a metric must return a finite "
+            "number that is not negative"
+        )
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise ValueError(message) from None
+        if not math.isfinite(number) or number < 0:
+            raise ValueError(message)
+        return number
+
+    def _learn(self, measured: dict[SaveSite, float]) -> None:
+        """Give every site its importance: a moving average of what was measured."""
+        effects = [value for value in measured.values() if value > 0]
+        # No effect at all may be the probe's fault: its part of the batch may not have used it.
+        typical = sum(effects) / len(effects) if effects else 0.0
+        for site, value in measured.items():
+            value = value or typical
             old = site.importance
-            site.importance = measured if old is None else (old + measured) / 2
-        dearest = max((s.importance or 0.0 for s in weighted), default=0.0)
-        for site in self._codecs.keys() - weighted.keys():
+            site.importance = value if old is None else (old + value) / 2
+        dearest = max((s.importance or 0.0 for s in measured), default=0.0)
+        for site in self._codecs.keys() - measured.keys():
             site.importance = dearest
 
     def _large_sites(self) -> list[SaveSite]:
@@ -222,19 +278,54 @@ class Calibration:
         change = self._graph.change(site, self._parameters)
         return _square(change) / norm if norm > 0 else 0.0
 
-    def _moves_off_zero(self, pilot: Graph) -> dict[nn.Parameter, Tensor]:
-        """For parameters that are all zero, one signed gradient step.
+    def _moves_off_zero(self, graph: Graph) -> tuple[dict[nn.Parameter, Tensor], bool]:
+        """For parameters that are all zero, one signed gradient step; whether all have one.
 
         While LoRA's B is zero, A has no gradient and every input of A looks free. Adam's first
         steps move B by about the learning rate times the gradient's sign; so does this.
         """
         zero = [p for p in self._parameters if not p.is_meta and not bool(p.any())]
-        gradients = pilot.gradients(zero) if zero else []
-        return {
+        with _blaming_the_model():
+            gradients = graph.gradients(zero) if zero else []
+        found = {p: g for p, g in zip(zero, gradients, strict=True) if g is not None}
+        moves = {
             parameter: -NUDGE * gradient.sign()
-            for parameter, gradient in zip(zero, gradients, strict=True)
-            if gradient is not None
+            for parameter, gradient in found.items()
+            if bool(gradient.any()) and bool(gradient.isfinite().all())
         }
+        return moves, len(moves) == len(found)
+
+    def _moves_at(self, size: Batch) -> dict[nn.Parameter, Tensor]:
+        """The same from graphs of this size, as many as it takes."""
+        moves: dict[nn.Parameter, Tensor] = {}
+        for start, count in self._parts(size):
+            with self._build(start, Batch(count, size.tokens)) as graph:
+                found, complete = self._moves_off_zero(graph)
+            moves = found | moves
+            if complete:
+                break
+        return moves
+
+    def _parts(self, size: Batch) -> Iterator[tuple[int, int]]:
+        """The first and the number of the examples of each graph of a probe."""
+        asked = min(self.compressor.config.calibration_batch, self._whole.examples)
+        examples = max(size.examples, asked)
+        for start in range(0, examples, size.examples):
+            yield start, min(size.examples, examples - start)
+
+
+@contextmanager
+def _blaming_the_model() -> Iterator[None]:
+    """What goes wrong inside, the model could not do."""
+    try:
+        yield
+    except (CalibrationError, ProbeTooLargeError):
+        raise
+    except NothingToLearnError as error:
+        raise NothingToMeasureError(str(error)) from None
+    except Exception as error:
+        # Its text alone: its traceback would keep the graph.
+        raise _ModelFailedError(f"{type(error).__name__}: {error}") from None
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +77,13 @@ class DAFConfig:
         put(self, "calibrate_at", _integers("calibrate_at", self.calibrate_at, 0))
         put(self, "include", _patterns("include", self.include))
         put(self, "exclude", _patterns("exclude", self.exclude))
+        if not self.include:
+            raise ValueError("include=(): use at least one module pattern, or '*' for all")
         _choice("allocator", self.allocator, ALLOCATORS)
         _choice("backend", self.backend, BACKENDS)
         _choice("on_overflow", self.on_overflow, OVERFLOW)
-        _integer("calibration_batch", self.calibration_batch, 1)
-        _integer("recalibrate_every", self.recalibrate_every, 0)
-        _integer("seed", self.seed, 0)
+        for name, least in (("calibration_batch", 1), ("recalibrate_every", 0), ("seed", 0)):
+            put(self, name, _integer(name, getattr(self, name), least))
         from .importance import (
             resolve_importance,  # here: importance.py knows the config
         )
@@ -118,9 +120,12 @@ class DAFConfig:
 
         Raises:
             ValueError: for a file that is not such a mapping, or for bad options in it.
-            FileNotFoundError: when there is no such file.
+            OSError: when the file cannot be read.
         """
-        text = Path(path).read_text(encoding="utf-8")
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not a text file in UTF-8: {error}") from None
         try:
             options = json.loads(text) if str(path).endswith(".json") else yaml.safe_load(text)
         except (json.JSONDecodeError, yaml.YAMLError) as error:
@@ -163,11 +168,11 @@ def check_budget(value: Any) -> float:
         ValueError: naming the option and what is allowed.
     """
     message = f"budget_mb={value!r}: use a positive number of MB (10^6 bytes), or inf"
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+    if isinstance(value, bool) or not isinstance(value, (Real, str)):
         raise ValueError(message)
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ValueError(message) from None
     if not number > 0:
         raise ValueError(message)
@@ -175,9 +180,9 @@ def check_budget(value: Any) -> float:
 
 
 def _integer(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ValueError(f"{name}={value!r}: use an integer of at least {least}")
-    return value
+    return int(value)
 
 
 def _integers(name: str, values: Any, least: int) -> tuple[int, ...]:

@@ -70,7 +70,7 @@ def resolve_importance(spec: str | Metric) -> Metric:
     module, _, name = spec.partition(":")
     try:
         metric: Any = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"importance={spec!r} cannot be loaded ({error}): {help_}") from error
     if not callable(metric):
         raise ValueError(f"importance={spec!r} is not callable: {help_}")

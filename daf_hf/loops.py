@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from types import TracebackType
 from typing import Any
@@ -29,7 +28,8 @@ class compress_activations:
         **options: options by name; they replace those of ``config``.
 
     Raises:
-        ValueError: for bad options, or a model with nothing to train.
+        ValueError: for bad options, a model with nothing to train, or one that is being
+            compressed already with other options.
 
     Example:
         >>> with compress_activations(model, budget_mb=300) as daf:
@@ -43,12 +43,25 @@ class compress_activations:
     def __init__(self, model: nn.Module, config: Any = None, **options: Any) -> None:
         built = DAFConfig.build(config, **options)
         session = _SESSIONS.get(model)
-        if session is None or dataclasses.asdict(session.config) != dataclasses.asdict(built):
+        if session is None or session.config != built:
+            self._refuse_inside_another(model)
             session = _SESSIONS[model] = Session(model, built)
         self._session = session
         self._scope: Any = None
+        self._outermost = False
+
+    @staticmethod
+    def _refuse_inside_another(model: nn.Module) -> None:
+        if Session.of(model) is not None:
+            raise ValueError(
+                "the model is being compressed already, with other options: leave that "
+                "compress_activations block (or that training) first, or use the same options"
+            )
 
     def __enter__(self) -> compress_activations:
+        if Session.of(self._session.compressor.model) not in (None, self._session):
+            self._refuse_inside_another(self._session.compressor.model)
+        self._outermost = not self._session.installed
         self._session.install()
         self._scope = self._session.compressor.scope()
         self._scope.__enter__()
@@ -63,7 +76,8 @@ class compress_activations:
         try:
             self._scope.__exit__(kind, error, traceback)
         finally:
-            self._session.remove()
+            if self._outermost:
+                self._session.remove()
 
     def step(self) -> None:
         """An optimizer step was made."""

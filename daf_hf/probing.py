@@ -88,7 +88,7 @@ class _Pass(ABC):
         if not is_ordinary(tensor):
             return tensor.detach()
         storage = tensor.untyped_storage()
-        if compressor.is_parameter(storage) or compressor.recast_of(tensor) is not None:
+        if compressor.is_parameter(tensor, storage) or compressor.recast_of(tensor) is not None:
             return tensor.detach()
         site = compressor.tracker.site(sys._getframe(1), type(tensor.grad_fn))
         if storage._cdata not in self._storages:

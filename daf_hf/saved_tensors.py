@@ -6,6 +6,7 @@ decides on bits; that is the plan's part (:mod:`daf_hf.planning`).
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import threading
@@ -53,6 +54,8 @@ from .tensors import (
     source_of_copy,
 )
 from .workspace import Workspace
+
+logger = logging.getLogger("daf_hf")
 
 SMALLEST_BYTES = 4096
 """Tensors below this are kept exactly."""
@@ -162,9 +165,12 @@ class Compressor:
                 storages.add(tensor.untyped_storage()._cdata)
         self._parameters = frozenset(storages)
 
-    def is_parameter(self, storage: torch.UntypedStorage) -> bool:
-        """Whether this is the storage of a parameter or buffer of the model."""
-        return storage._cdata in self._parameters
+    def is_parameter(self, tensor: Tensor, storage: torch.UntypedStorage) -> bool:
+        """Whether this is a parameter or buffer of the model, or anybody's parameter."""
+        if storage._cdata in self._parameters:
+            return True
+        base = tensor._base
+        return isinstance(tensor if base is None else base, nn.Parameter)
 
     def held_bytes(self) -> int:
         """All bytes held for backward now."""
@@ -226,7 +232,7 @@ class Compressor:
             return Kept(tensor, self._outside_lease(tensor))
         storage = tensor.untyped_storage()
         cdata = storage._cdata
-        if cdata in self._parameters:
+        if self.is_parameter(tensor, storage):
             return Kept(tensor)
         if torch._C._current_graph_task_id() != -1:
             # Saved by a checkpoint that recomputes in backward: read at once, then gone.
@@ -379,6 +385,12 @@ class Compressor:
     def _overflow(self, flat: Tensor, site: SaveSite, needed: int) -> Physical:
         """What to do with elements that have no room even at the fewest bits."""
         if not self.refuses:
+            if not self.ledger.counts.get("spilled") and self.config.on_overflow == "error":
+                logger.warning(
+                    "daf_hf: the budget of %g MB has no room for all that this step saves, even at "
+                    "the fewest bits; the rest is spilled to a file, which is slow",
+                    self.arena.limit_bytes / 1e6,
+                )
             self.ledger.count("spilled")
             return Spilled(site, flat, self._spill)
         if not self.refusal:

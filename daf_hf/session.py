@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import math
+import types
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -19,13 +21,15 @@ from torch import nn
 from .accounting import MemoryReport, ResidentPeak, SiteReport
 from .arena import PAGE_COST
 from .batches import Inputs, batch_of, signature
-from .calibration import Calibration, CalibrationError
+from .calibration import Calibration, CalibrationError, NothingToMeasureError
 from .config import DAFConfig, check_budget
 from .host_memory import short_lived_blocks, tune_malloc
 from .planning import Plan, Planner
 from .saved_tensors import Compressor
 
 logger = logging.getLogger("daf_hf")
+
+_INSTALLED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
 
 
 @dataclass
@@ -69,8 +73,10 @@ class Session:
         self.installed = False
         self.step = 0
         self._last_pass: _Pass | None = None
+        self._unlearnt: _Pass | None = None
         self._restore: Callable[[], None] | None = None
         self._calibrated_at: int | None = None
+        self._calibration_failed = False
         self._steps_here = 0
         touch_weights(model)
         self._resident = ResidentPeak()
@@ -79,45 +85,22 @@ class Session:
     # Installing --------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Wrap the model's forward and follow its submodules' calls; see :meth:`remove`."""
+        """Wrap the model's forward and follow its submodules' calls; see :meth:`remove`.
+
+        A model has one session at a time: another one that is installed is removed.
+        """
         if self.installed:
             return
-        model, session = self.compressor.model, weakref.ref(self)
-        own = model.__dict__.get("forward")
-        original = model.forward
-
-        # A compiler traces the model, never us; these two also undo what it does around us.
-        begin: Any = torch.compiler.disable(Session._begin_pass)
-        end: Any = torch.compiler.disable(Session._end_pass)
+        model = self.compressor.model
+        other = Session.of(model)
+        if other is not None:
+            logger.warning("daf_hf: an earlier compression of this model was still on; it ends")
+            other.remove()
         # Importances are measured on retained graphs, which donated buffers would forbid.
         functorch_config.donated_buffer = False
-
-        @functools.wraps(original)
-        @torch.compiler.disable(recursive=False)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            this = session()
-            if this is None or not this.installed or not torch.is_grad_enabled():
-                return original(*args, **kwargs)
-            current = begin(this, original, (args, kwargs))
-            completed = False
-            try:
-                outputs = original(*args, **kwargs)
-                completed = True
-            finally:
-                end(this, current, completed)
-            return outputs
-
-        def restore() -> None:
-            # Somebody may have wrapped the wrapper since: it then stays, and passes through.
-            if model.__dict__.get("forward") is forward:
-                if own is None:
-                    del model.forward
-                else:
-                    model.forward = own
-
-        model.forward = forward
-        self._restore = restore
+        self._restore = _wrap_forward(model, weakref.ref(self))
         self.compressor.tracker.install()
+        _INSTALLED[model] = weakref.ref(self)
         self.installed = True
 
     def remove(self) -> None:
@@ -131,13 +114,27 @@ class Session:
             self._restore()
             self._restore = None
 
+    def __del__(self) -> None:
+        # Whoever trains may have died without removing us.
+        with suppress(Exception):
+            self.remove()
+
+    @staticmethod
+    def of(model: nn.Module) -> Session | None:
+        """The session that is installed on a model, if there is one."""
+        reference = _INSTALLED.get(model)
+        session = reference() if reference is not None else None
+        return session if session is not None and session.installed else None
+
     # Running -----------------------------------------------------------------------------------
 
     def _begin_pass(self, original: Callable[..., Any], inputs: Inputs) -> _Pass:
         """Calibrate if it is due, plan, and enter the hooks' scope."""
         compressor = self.compressor
         current = _Pass()
-        if math.isfinite(compressor.arena.limit_bytes):
+        if math.isinf(compressor.arena.limit_bytes):
+            self._unlearnt = None
+        else:
             began = perf_counter()
             compressor.begin_forward()
             self._learn_from_last_pass()
@@ -170,7 +167,7 @@ class Session:
             return
         if error is not None:
             raise error
-        self._last_pass = current
+        self._last_pass = self._unlearnt = current
 
     @property
     def last_plan(self) -> Plan | None:
@@ -179,7 +176,8 @@ class Session:
 
     def _learn_from_last_pass(self) -> None:
         """Tell the planner what the last pass, and a loss outside the model, really wanted."""
-        last, arena = self._last_pass, self.compressor.arena
+        last, arena = self._unlearnt, self.compressor.arena
+        self._unlearnt = None
         if last is not None and last.plan is not None and not last.held and not arena.held_bytes:
             demoted = arena.demoted_pages - last.demoted
             wanted = self.compressor.ledger.pass_peak + demoted * PAGE_COST
@@ -194,21 +192,26 @@ class Session:
         return (
             self.step in self.config.calibrate_at
             or (every > 0 and self.step > last and (self.step - last) % every == 0)
-            or bool(self.compressor.unplanned)
+            or (bool(self.compressor.unplanned) and not self._calibration_failed)
         )
 
     def _calibrate(self, original: Callable[..., Any], inputs: Inputs) -> None:
-        self._calibrated_at = self.step
         self.compressor.release_idle()  # what is kept exactly for the probe needs the room
         try:
             with short_lived_blocks():
                 Calibration(self.compressor, original, inputs).run()
+        except NothingToMeasureError:
+            return  # the next forward pass may be the one that trains
         except CalibrationError as error:
             # Its text alone: whoever keeps the record would keep the graph by the traceback.
             logger.warning("daf_hf: no calibration at step %d: %s", self.step, str(error))
             self.compressor.frugal = not self.compressor.calibrated
+            self._calibration_failed = True
+        else:
+            self._calibration_failed = False
         finally:
             self.compressor.unplanned.clear()
+        self._calibrated_at = self.step
         self.planner.learn_candidates(batch_of(inputs))
 
     # Steps and budget --------------------------------------------------------------------------
@@ -243,6 +246,7 @@ class Session:
             limit = least
         self.compressor.set_limit(limit)
         self.planner.forget()
+        self._unlearnt = None
 
     # Reporting ---------------------------------------------------------------------------------
 
@@ -310,6 +314,51 @@ class Session:
                 )
             )
         return reports
+
+
+def _wrap_forward(model: nn.Module, session: weakref.ref[Session]) -> Callable[[], None]:
+    """Let a session see the model's forward passes; returns what undoes it."""
+    own, original = model.__dict__.get("forward"), model.forward
+    reference = weakref.ref(model)
+    # A compiler traces the model, never us; these two also undo what it does around us.
+    begin: Any = torch.compiler.disable(Session._begin_pass)
+    end: Any = torch.compiler.disable(Session._end_pass)
+
+    # A method, for a copy of the model to get one of its own.
+    @functools.wraps(original)
+    @torch.compiler.disable(recursive=False)
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if module is not reference():
+            plain = original if own is not None else type(module).forward.__get__(module)
+            return plain(*args, **kwargs)
+        this = session()
+        if this is None or not this.installed or not torch.is_grad_enabled():
+            return original(*args, **kwargs)
+        current = begin(this, original, (args, kwargs))
+        completed = False
+        try:
+            outputs = original(*args, **kwargs)
+            completed = True
+        finally:
+            end(this, current, completed)
+        return outputs
+
+    module = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    signature = inspect.signature(original)
+    wrapper: Any = forward
+    wrapper.__signature__ = signature.replace(parameters=[module, *signature.parameters.values()])
+    wrapped = types.MethodType(forward, model)
+
+    def restore() -> None:
+        # Somebody may have wrapped the wrapper since: it then stays, and passes through.
+        if model.__dict__.get("forward") is wrapped:
+            if own is None:
+                del model.forward
+            else:
+                model.forward = own
+
+    model.forward = wrapped
+    return restore
 
 
 def touch_weights(model: nn.Module) -> None:

@@ -141,12 +141,48 @@ class _Call:
     seen: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
 
+class _Hook:
+    """A hook of one model: its copies, and pickles of it, get one that does nothing."""
+
+    def __init__(self, calls: Callable[[], list[_Call]], name: str) -> None:
+        self._calls = calls
+        self._name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_hook, ()
+
+
+class _Enter(_Hook):
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._calls().append(_Call(module, self._name))
+
+
+class _Leave(_Hook):
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            stack = self._calls()
+            while stack and stack.pop().module is not module:
+                pass
+
+
+def _no_hook() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*args: Any) -> None:
+    pass
+
+
 class SiteTracker:
     """Knows, in each thread, which module's call is under way, and names save sites.
 
     Args:
         model: the root module.
         include, exclude: fnmatch patterns on module names.
+
+    Raises:
+        ValueError: for a pattern that no module's name matches.
     """
 
     def __init__(
@@ -155,6 +191,14 @@ class SiteTracker:
         self._model = weakref.ref(model)
         self.sites: dict[tuple[Any, ...], SaveSite] = {}
         self._include, self._exclude = tuple(include), tuple(exclude)
+        names = [name for name, _ in model.named_modules()]
+        for option, patterns in (("include", self._include), ("exclude", self._exclude)):
+            for pattern in patterns:
+                if not any(fnmatchcase(name, pattern) for name in names):
+                    raise ValueError(
+                        f"{option}={pattern!r} matches no module of the model; its modules are "
+                        f"named like {names[len(names) // 2]!r} and {names[-1]!r}"
+                    )
         self._local = threading.local()
         self._removers: list[Callable[[], None]] = []
         self._ordinals: dict[str, int] = {}
@@ -177,21 +221,9 @@ class SiteTracker:
         self._removers.clear()
 
     def _follow(self, name: str, module: nn.Module) -> None:
-        # Plain functions, not methods: a deep copy of the model must not copy the tracker.
-        calls = self._calls
-
-        def enter(module: nn.Module, args: Any) -> None:
-            if not torch.compiler.is_compiling():
-                calls().append(_Call(module, name))
-
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if not torch.compiler.is_compiling():
-                stack = calls()
-                while stack and stack.pop().module is not module:
-                    pass
-
-        self._removers.append(module.register_forward_pre_hook(enter).remove)
-        self._removers.append(module.register_forward_hook(leave, always_call=True).remove)
+        enter = module.register_forward_pre_hook(_Enter(self._calls, name))
+        leave = module.register_forward_hook(_Leave(self._calls, name), always_call=True)
+        self._removers += [enter.remove, leave.remove]
 
     def _calls(self) -> list[_Call]:
         try:
@@ -255,16 +287,25 @@ class SiteTracker:
 def dimension_roles(
     first: tuple[int, ...], second: tuple[int, ...], batches: tuple[Batch, Batch]
 ) -> tuple[int, ...]:
-    """How each dimension follows the batch, from shapes seen at two batch sizes."""
+    """How each dimension follows the batch, from shapes seen at two batch sizes.
+
+    Where only the examples differ, or nothing, the size itself is the hint.
+    """
     if len(first) != len(second):
         return (DIM_CONSTANT,) * len(second)
-    a, b = batches
-    ratios = {
-        b.examples / a.examples: DIM_BATCH,
-        b.tokens / a.tokens: DIM_TOKENS,
-        b.examples * b.tokens / (a.examples * a.tokens): DIM_BOTH,
-    }
-    return tuple(
-        DIM_CONSTANT if old == new or not old else ratios.get(new / old, DIM_CONSTANT)
-        for old, new in zip(first, second, strict=True)
-    )
+    sizes = [
+        {DIM_BOTH: b.examples * b.tokens, DIM_TOKENS: b.tokens, DIM_BATCH: b.examples}
+        for b in batches
+    ]
+
+    def role(old: int, new: int) -> int:
+        fitting = [
+            role for role in sizes[0] if old and new * sizes[0][role] == old * sizes[1][role]
+        ]
+        if old == new:
+            fitting = [role for role in fitting if new == sizes[1][role] > 1]
+        else:
+            fitting = [role for role in fitting if new % sizes[1][role] == 0]
+        return fitting[0] if fitting else DIM_CONSTANT
+
+    return tuple(role(old, new) for old, new in zip(first, second, strict=True))

@@ -67,8 +67,10 @@ def trainer_of(path, callbacks=(), model=None, data=None, **options):
 def clean(trainer):
     """Whether the model is as if nothing had been there."""
     modules = list(trainer.model.modules())
-    return hooks_on_stack() is None and not any(
-        m._forward_hooks or m._forward_pre_hooks for m in modules
+    return (
+        hooks_on_stack() is None
+        and "forward" not in trainer.model.__dict__
+        and not any(m._forward_hooks or m._forward_pre_hooks for m in modules)
     )
 
 
@@ -371,10 +373,70 @@ def test_an_exception_in_training_leaves_nothing(tmp_path):
     trainer = trainer_of(tmp_path, [callback, Failing()])
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    assert hooks_on_stack() is None
+    assert clean(trainer)
     trainer.remove_callback(Failing)
     trainer.train()
     assert clean(trainer)
+
+
+class FailsAt:
+    """Lets one of Trainer's methods raise at its second call."""
+
+    def __init__(self, method, error):
+        self.method, self.error = method, error
+
+    def install(self, trainer):
+        original, calls = getattr(trainer, self.method), []
+
+        def failing(*args, **kwargs):
+            calls.append(1)
+            if len(calls) == 2:
+                raise self.error
+            return original(*args, **kwargs)
+
+        setattr(trainer, self.method, failing)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("method", ["compute_loss", "training_step", "log"])
+def test_after_an_exception_the_model_is_plain(tmp_path, method, error):
+    callback = DAFCallback(budget_mb=0.3)
+    trainer = trainer_of(tmp_path, [callback])
+    FailsAt(method, error).install(trainer)
+    before = set(trainer.__dict__)
+    with pytest.raises(type(error)):
+        trainer.train()
+    assert clean(trainer)
+    assert not {"_run_epoch", "training_step"} & (set(trainer.__dict__) - before)
+    assert callback.report.held_bytes_peak > 0
+    plain = trainer_of(tmp_path, [], model=trainer.model)
+    plain.train()
+    again = DAFCallback(budget_mb=0.4)
+    trainer_of(tmp_path, [again], model=trainer.model).train()
+    assert 0 < again.report.held_bytes_peak <= 0.4 * MB
+    assert clean(trainer)
+
+
+def test_after_a_refused_budget_a_larger_one_trains(tmp_path):
+    callback = DAFCallback(budget_mb=0.01)
+    trainer = trainer_of(tmp_path, [callback])
+    with pytest.raises(BudgetError) as caught:
+        trainer.train()
+    assert clean(trainer)
+    again = DAFCallback(budget_mb=caught.value.least_mb * 1.01)
+    trainer_of(tmp_path, [again], model=trainer.model).train()
+    assert again.report.held_bytes_peak > 0
+
+
+def test_two_callbacks(tmp_path, caplog):
+    """The last one compresses, and it is said."""
+    first, second = DAFCallback(budget_mb=0.3), DAFCallback(budget_mb=0.4)
+    trainer = trainer_of(tmp_path, [first, second])
+    trainer.train()
+    assert clean(trainer)
+    assert "an earlier compression" in caplog.text
+    peaks = sorted(c.report.held_bytes_peak for c in (first, second))
+    assert peaks[0] == 0 < peaks[1] <= 0.4 * MB
 
 
 def test_a_model_without_anything_to_train(tmp_path):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import given
@@ -54,6 +56,9 @@ BAD = [
     ("calibrate_at", (-1,)),
     ("calibrate_at", 5),
     ("recalibrate_every", -1),
+    ("budget_mb", 10**400),
+    ("importance", ".relative:metric"),
+    ("include", ()),
     ("include", 3),
     ("include", (3,)),
     ("exclude", {"a": 1}),
@@ -98,6 +103,11 @@ def test_defaults():
     assert (config.on_overflow, config.calibrate_at) == ("error", (0, 20, 80))
 
 
+@pytest.mark.parametrize("number", [np.float32(3), np.int64(3), Fraction(3), "3"])
+def test_numbers_of_any_kind(number):
+    assert DAFConfig(budget_mb=number, calibration_batch=np.int64(3)).budget_mb == 3.0
+
+
 @pytest.mark.parametrize("text", ["300", "inf", "1e3"])
 def test_budget_may_be_text(text):
     assert DAFConfig(budget_mb=text).budget_mb == float(text)
@@ -139,11 +149,12 @@ def test_yaml_knows_infinity(tmp_path):
         ("a.yaml", "", "mapping"),
         ("a.yaml", "budget: 3", "budget"),
         ("a.yaml", "budget_mb: -3", "budget_mb=-3"),
+        ("a.yaml", b"\xff\xfe\x00", "a.yaml is not a text file"),
     ],
 )
 def test_bad_file(tmp_path, name, text, message):
     path = tmp_path / name
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=message):
         DAFConfig.build(path)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 
 import pytest
@@ -110,6 +111,59 @@ def test_options_come_from_anywhere(tmp_path):
 def test_bad_options(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         compress_activations(build("bert"), **bad)
+
+
+def test_nested_blocks():
+    """The inner block ends nothing of the outer one; other options inside are refused."""
+    model, inputs = build("bert"), batch("bert")
+    with compress_activations(model, budget_mb=0.5) as outer:
+        with compress_activations(model, budget_mb=0.5) as inner:
+            loss_of(model(**inputs)).backward()
+        assert inner._session is outer._session
+        assert outer._session.installed
+        loss_of(model(**inputs)).backward()
+        with pytest.raises(ValueError, match="compressed already, with other options"):
+            compress_activations(model, budget_mb=0.6)
+        names = [site.name for site in outer.report.sites]
+        assert len(names) == len({name for name in names if not name.startswith("model/")}) + sum(
+            name.startswith("model/") for name in names
+        )
+    assert not outer._session.installed
+
+
+def test_a_block_left_open_by_nobody_is_no_obstacle():
+    model, inputs = build("bert"), batch("bert")
+    one = compress_activations(model, budget_mb=0.5)
+    other = compress_activations(model, budget_mb=0.6)
+    with one, pytest.raises(ValueError, match="compressed already"), other:
+        pass
+    with other:
+        loss_of(model(**inputs)).backward()
+    assert 0 < other.report.held_bytes_peak <= 0.6e6
+
+
+class Wide:
+    """A metric that is an object, and cannot be copied."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.calls = 0
+
+    def __call__(self, site, probe):
+        self.calls += 1
+        return 1.0
+
+
+def test_a_metric_that_is_an_object():
+    """What was learnt with it is kept from block to block."""
+    model, inputs, metric = build("bert"), batch("bert"), Wide()
+    for _ in range(3):
+        with compress_activations(model, budget_mb=0.5, importance=metric):
+            loss_of(model(**inputs)).backward()
+        calls = metric.calls
+    with compress_activations(model, budget_mb=0.5, importance=metric):
+        loss_of(model(**inputs)).backward()
+    assert metric.calls == calls
 
 
 def test_two_models_side_by_side():

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
+import io
 import logging
 import math
+import types
 
 import pytest
 import torch
@@ -25,6 +28,7 @@ from tiny import (
 from torch import nn
 
 from daf_hf import BudgetError, DAFConfig
+from daf_hf.handles import Kept
 from daf_hf.session import Session
 
 INF = float("inf")
@@ -223,6 +227,38 @@ def test_a_longer_batch_later_on_spills_rather_than_dies(bert_model, caplog):
     assert nothing_held(compressor)
 
 
+def test_what_is_spilled_for_want_of_room_is_said(bert_model, bert_batch, caplog):
+    """Beside a pass that is still held a budget is not refused; but it is not silent either."""
+    daf, compressor = compressed(bert_model, 0.12)
+    with daf:
+        losses = [loss_of(bert_model(**bert_batch)) for _ in range(4)]
+    sum(losses).backward()
+    assert compressor.ledger.counts["spilled"] > 0
+    assert sum("is spilled to a file" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_weights_outside_the_model_are_kept():
+    """Of a head that is applied outside, inside the block."""
+    model, head = nn.Sequential(nn.Linear(64, 64), nn.GELU()), nn.Linear(64, 64)
+    frozen = nn.Linear(64, 64).requires_grad_(False)
+    daf, compressor = compressed(model, 5.0)
+    x = torch.randn(64, 64)
+    kept = []
+    save = compressor._save
+
+    def watch(tensor, frame):
+        handle = save(tensor, frame)
+        base = tensor if tensor._base is None else tensor._base
+        if base is head.weight or base is frozen.weight:
+            kept.append(type(handle))
+        return handle
+
+    compressor._save = watch
+    with daf:
+        frozen(head(model(x)).relu()).sum().backward()
+    assert kept == [Kept, Kept]
+
+
 def test_several_forwards_share_the_budget(bert_model):
     daf, compressor = compressed(bert_model, 0.6)
     watch = Watch(compressor)
@@ -320,6 +356,13 @@ def test_include_compresses_only_what_it_names(bert_model, bert_batch):
     assert all(".intermediate." in module for module in compressible)
 
 
+@pytest.mark.parametrize("option", ["include", "exclude"])
+def test_a_pattern_that_matches_no_module_is_named(bert_model, option):
+    patterns = ("*.attention.*", "*.atention.*")
+    with pytest.raises(ValueError, match=rf"{option}='\*\.atention\.\*' matches no module"):
+        compressed(bert_model, 2.0, **{option: patterns})
+
+
 def test_a_loss_outside_the_model_gets_its_share_of_the_budget():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
@@ -375,13 +418,93 @@ def test_a_forward_wrapped_by_others_stays_wrapped(bert_model, bert_batch):
     assert session.compressor.ledger.peak.held == 0
 
 
-def test_a_copy_of_the_model_is_not_compressed(bert_model, bert_batch):
+def pickled(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, lambda m: copy.deepcopy(pickled(m))])
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "own forward"])
+def test_a_copy_of_the_model_is_its_own(bert_model, bert_batch, copied, wrapped):
+    """A copy made inside runs on its own weights, uncompressed, then and later."""
+    if wrapped:
+        bert_model.forward = types.MethodType(type(bert_model).forward, bert_model)
+    bert_model.eval()  # no dropout
     daf, compressor = compressed(bert_model, 0.5)
     with daf:
-        twin = copy.deepcopy(bert_model)
+        twin = copied(bert_model)
+        before = loss_of(bert_model(**bert_batch)).detach()
+        with torch.no_grad():
+            for parameter in bert_model.parameters():
+                parameter.mul_(2)
+        compressor.ledger.peak.held = 0
+        assert torch.equal(loss_of(twin(**bert_batch)), before)
     del daf
     loss_of(twin(**bert_batch)).backward()
     assert compressor.ledger.peak.held == 0
+    assert all(p.grad is None for p in bert_model.parameters())
+    assert any(p.grad is not None for p in twin.parameters())
+    assert inspect.signature(twin.forward) == inspect.signature(bert_model.forward)
+
+
+def test_an_average_of_the_model_is_its_own(bert_model, bert_batch):
+    daf, _ = compressed(bert_model.eval(), 0.5)
+    with daf:
+        average = torch.optim.swa_utils.AveragedModel(bert_model)
+        before = loss_of(average(**bert_batch)).detach()
+        with torch.no_grad():
+            for parameter in bert_model.parameters():
+                parameter.mul_(2)
+    assert torch.equal(loss_of(average(**bert_batch)), before)
+
+
+def test_the_signature_of_forward_stays(bert_model):
+    before = inspect.signature(bert_model.forward)
+    daf, _ = compressed(bert_model, 0.5)
+    with daf:
+        assert inspect.signature(bert_model.forward) == before
+
+
+def test_a_model_has_one_session(bert_model, bert_batch, caplog):
+    """A session that nobody removed does not rule over the next one."""
+    stale = Session(bert_model, DAFConfig(budget_mb=0.01))
+    stale.install()
+    session = Session(bert_model, DAFConfig(budget_mb=0.5))
+    session.install()
+    assert "an earlier compression" in caplog.text
+    loss_of(bert_model(**bert_batch)).backward()
+    assert session.compressor.ledger.peak.held > 0
+    assert stale.compressor.ledger.peak.held == 0
+    stale.remove()
+    assert Session.of(bert_model) is session
+    session.remove()
+    assert "forward" not in bert_model.__dict__
+    assert not any(module._forward_hooks for module in bert_model.modules())
+
+
+def test_a_session_that_nobody_holds_leaves_the_model(bert_model):
+    session = Session(bert_model, DAFConfig(budget_mb=0.5))
+    session.install()
+    del session
+    gc.collect()
+    assert "forward" not in bert_model.__dict__
+    assert not any(module._forward_hooks for module in bert_model.modules())
+
+
+def test_no_budget_for_a_while(bert_model, bert_batch):
+    """What passes without a budget held says nothing of those with one."""
+    daf, compressor = compressed(bert_model, 0.3)
+    errors = []
+    for budget in (0.3, INF, 0.3, INF, INF, 0.3, 0.3):
+        daf.set_budget(budget)
+        gradients(bert_model, bert_batch, daf)
+        daf.step()
+        errors.append(daf.report.predicted_gradient_error)
+        assert compressor.arena.limit_bytes == budget * MB
+        assert compressor.ledger.pass_peak <= 0.3 * MB or budget == INF
+    assert max(errors) <= 2 * errors[0]
 
 
 def test_no_gradient_no_compression(bert_model, bert_batch):
