@@ -67,7 +67,7 @@ class DAFCallback(TrainerCallback):
         Raises:
             ValueError: when it is not a positive number.
         """
-        self.config = DAFConfig.build(self.config, budget_mb=budget_mb)
+        self.config = self.config.with_budget(budget_mb)
         if self._session is not None:
             self._session.set_budget(self.config.budget_mb)
 

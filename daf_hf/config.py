@@ -101,6 +101,14 @@ class DAFConfig:
         """The budget in bytes (inf when there is none)."""
         return self.budget_mb * 1e6
 
+    def with_budget(self, budget_mb: Any) -> DAFConfig:
+        """The same options with another budget.
+
+        Raises:
+            ValueError: when it is not a positive number.
+        """
+        return dataclasses.replace(self, budget_mb=budget_mb)
+
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> DAFConfig:
         """A config from a mapping of options.

@@ -13,6 +13,10 @@ from .config import DAFConfig
 from .session import Session
 
 _SESSIONS: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
+_OTHER_OPTIONS = (
+    "the model is being compressed already, with other options: leave that compress_activations "
+    "block (or that training) first, or use the same options"
+)
 
 
 class compress_activations:
@@ -41,26 +45,14 @@ class compress_activations:
     """
 
     def __init__(self, model: nn.Module, config: Any = None, **options: Any) -> None:
-        built = DAFConfig.build(config, **options)
-        session = _SESSIONS.get(model)
-        if session is None or session.config != built:
-            self._refuse_inside_another(model)
-            session = _SESSIONS[model] = Session(model, built)
-        self._session = session
+        self._session = _session_for(model, DAFConfig.build(config, **options))
         self._scope: Any = None
         self._outermost = False
 
-    @staticmethod
-    def _refuse_inside_another(model: nn.Module) -> None:
-        if Session.of(model) is not None:
-            raise ValueError(
-                "the model is being compressed already, with other options: leave that "
-                "compress_activations block (or that training) first, or use the same options"
-            )
-
     def __enter__(self) -> compress_activations:
-        if Session.of(self._session.compressor.model) not in (None, self._session):
-            self._refuse_inside_another(self._session.compressor.model)
+        active = Session.of(self._session.compressor.model)
+        if active is not None and active is not self._session:
+            raise ValueError(_OTHER_OPTIONS)
         self._outermost = not self._session.installed
         self._session.install()
         self._scope = self._session.compressor.scope()
@@ -92,3 +84,17 @@ class compress_activations:
     def report(self) -> MemoryReport:
         """What was held so far."""
         return self._session.report()
+
+
+def _session_for(model: nn.Module, config: DAFConfig) -> Session:
+    """The model's session, with what was learnt under the same options but for the budget."""
+    session = _SESSIONS.get(model)
+    if session is not None and session.config == config:
+        return session
+    if Session.of(model) is not None:
+        raise ValueError(_OTHER_OPTIONS)
+    if session is not None and session.config.with_budget(config.budget_mb) == config:
+        session.set_budget(config.budget_mb)
+        return session
+    session = _SESSIONS[model] = Session(model, config)
+    return session

@@ -22,7 +22,7 @@ from .accounting import MemoryReport, ResidentPeak, SiteReport
 from .arena import PAGE_COST
 from .batches import Inputs, batch_of, signature
 from .calibration import Calibration, CalibrationError, NothingToMeasureError
-from .config import DAFConfig, check_budget
+from .config import DAFConfig
 from .host_memory import short_lived_blocks, tune_malloc
 from .planning import Plan, Planner
 from .saved_tensors import Compressor
@@ -197,6 +197,8 @@ class Session:
 
     def _calibrate(self, original: Callable[..., Any], inputs: Inputs) -> None:
         self.compressor.release_idle()  # what is kept exactly for the probe needs the room
+        began = perf_counter()
+        logger.info("daf_hf: calibrating at step %d", self.step)
         try:
             with short_lived_blocks():
                 Calibration(self.compressor, original, inputs).run()
@@ -209,6 +211,7 @@ class Session:
             self._calibration_failed = True
         else:
             self._calibration_failed = False
+            logger.info("daf_hf: calibrated in %.1f s", perf_counter() - began)
         finally:
             self.compressor.unplanned.clear()
         self._calibrated_at = self.step
@@ -235,12 +238,12 @@ class Session:
         Raises:
             ValueError: when it is not a positive number.
         """
-        limit = check_budget(budget_mb) * 1e6
-        least = self.planner.least_bytes
+        self.config = self.config.with_budget(budget_mb)
+        limit, least = self.config.budget_bytes, self.planner.least_bytes
         if self._steps_here and limit < least:
             logger.warning(
                 "daf_hf: budget_mb=%g is below the least that would do; using %.2f",
-                budget_mb,
+                self.config.budget_mb,
                 least / 1e6,
             )
             limit = least
