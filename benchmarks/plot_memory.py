@@ -5,8 +5,11 @@ training and for DAF, and beside it the metric of every seed. All it reads is wh
 their output folders.
 
     python benchmarks/plot_memory.py outputs/roberta-daf --plain outputs/roberta-plain \
-        --title "roberta-base, LoRA, batch 32 x 128" \
-        --metric "SST-2 accuracy" eval_accuracy 'outputs/sst2-plain-*' 'outputs/sst2-daf-*'
+        --title "roberta-base, LoRA, batch 32 x 128: memory" \
+        --metric_title "MiniLM-L6, LoRA, SST-2: accuracy" \
+        --metric accuracy eval_accuracy 'outputs/sst2-plain-*' 'outputs/sst2-daf-*'
+
+The panels may be of different models and tasks: each title says which.
 
 The first folder holds a ``daf_report.json``, that of ``--plain`` the ``all_results.json`` of a run
 with ``--no_daf``; without it, what is transient in plain training is unknown, and left out of both
@@ -137,7 +140,7 @@ def draw_memory(axes: Axes, plain: Bar, daf: Bar, title: str) -> None:
     )
 
 
-def draw_metrics(axes: Axes, metrics: Sequence[Metric]) -> None:
+def draw_metrics(axes: Axes, metrics: Sequence[Metric], title: str) -> None:
     """A dot for each seed, a line for the mean."""
     for row, metric in enumerate(metrics):
         sides = (("plain", metric.plain, PLAIN_COLOUR), ("DAF", metric.daf, DAF_COLOUR))
@@ -154,12 +157,14 @@ def draw_metrics(axes: Axes, metrics: Sequence[Metric]) -> None:
     axes.tick_params(axis="y", length=0)
     axes.margins(x=0.15)
     axes.set_xlabel("% (dot: one seed, bar: mean)")
-    axes.set_title("validation metric", fontsize=11, loc="left")
+    axes.set_title(title, fontsize=11, loc="left")
     axes.legend(frameon=False, ncols=2, fontsize=9, loc="upper left", bbox_to_anchor=(0, -0.26))
 
 
-def draw(plain: Bar, daf: Bar, metrics: Sequence[Metric], title: str, path: Path) -> None:
-    """Write the picture to ``path``."""
+def draw(
+    plain: Bar, daf: Bar, metrics: Sequence[Metric], titles: tuple[str, str], path: Path
+) -> None:
+    """Write the picture to ``path``; the titles are those of memory and metrics."""
     figure, panels = pyplot.subplots(
         1,
         2 if metrics else 1,
@@ -168,9 +173,9 @@ def draw(plain: Bar, daf: Bar, metrics: Sequence[Metric], title: str, path: Path
         layout="constrained",
         squeeze=False,
     )
-    draw_memory(panels[0, 0], plain, daf, title)
+    draw_memory(panels[0, 0], plain, daf, titles[0])
     if metrics:
-        draw_metrics(panels[0, 1], metrics)
+        draw_metrics(panels[0, 1], metrics, titles[1])
     for axes in figure.axes:
         axes.spines[["top", "right", "left"]].set_visible(False)
     figure.savefig(path, dpi=150)
@@ -189,9 +194,20 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar=("LABEL", "NAME", "PLAIN", "DAF"),
         help="a metric's name in all_results.json, and patterns of the runs' folders",
     )
-    parser.add_argument("--title", default="memory while training")
+    parser.add_argument(
+        "--title",
+        required=True,
+        help="of the memory panel: names model and batch",
+    )
+    parser.add_argument(
+        "--metric_title",
+        help="of the metric panel: names model and task; needed with --metric",
+    )
     parser.add_argument("--output", type=Path, default=Path("docs/memory.png"))
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.metric and not options.metric_title:
+        parser.error("--metric needs --metric_title, which names its model and task")
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -202,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         peaks = tuple(read_json(folder / "all_results.json")[PEAK] for folder in folders)
     plain, daf = bars(read_json(options.daf / "daf_report.json"), peaks)
     metrics = [read_metric(*metric) for metric in options.metric]
-    draw(plain, daf, metrics, options.title, options.output)
+    draw(plain, daf, metrics, (options.title, options.metric_title or ""), options.output)
     print(f"Picture: {options.output}")
 
 

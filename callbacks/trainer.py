@@ -114,7 +114,7 @@ class DAFCallback(TrainerCallback):
         self._session.end_step()
         if not self._shown and state.is_world_process_zero:
             self._shown = True
-            trainer_logger.warning("%s", plan_table(self._session))
+            trainer_logger.warning("\n%s", plan_table(self._session))
 
     def on_log(
         self,
@@ -139,7 +139,7 @@ class DAFCallback(TrainerCallback):
         self._optimizer = kwargs.get("optimizer", self._optimizer)
         self._close()
         if state.is_world_process_zero:
-            trainer_logger.warning("%s", self._report)
+            trainer_logger.warning("\n%s", self._report)
 
     # Beginning and end -------------------------------------------------------------------------
 

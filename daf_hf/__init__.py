@@ -1,4 +1,14 @@
-"""daf_hf: quantized, paged activations for fine-tuning within a memory budget."""
+"""daf_hf: quantized, paged activations for fine-tuning within a memory budget.
+
+Entry points:
+
+- ``DAFCallback(budget_mb=300)``: a callback for the Hugging Face Trainer.
+- ``attach(trainer, budget_mb=300)``: the same, covering losses outside the model too.
+- ``compress_activations(model, budget_mb=300)``: a context manager for plain loops.
+
+``DAFConfig`` holds the options, ``MemoryReport`` what came of them; ``register_importance`` adds an
+importance metric, and ``BudgetError`` is raised for a budget that cannot be met.
+"""
 
 from __future__ import annotations
 
@@ -33,3 +43,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(callbacks, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -8,12 +8,13 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from .tables import measured, megabytes, render_table
 
 
 class _Holding:
@@ -61,7 +62,7 @@ class Ledger:
         step_peak: at the worst moment since the last :meth:`start_step`.
         pass_peak: bytes held at the worst moment since a forward pass began.
         kernel_seconds, hook_seconds, planning_seconds: time spent (hooks without kernels).
-        counts: events by name (``non_finite``, ``overflow``, ``reencoded`` and so on).
+        counts: events by name, as :class:`MemoryReport` lists them.
     """
 
     def __init__(self) -> None:
@@ -179,7 +180,8 @@ class MemoryReport:
         peak_rss_bytes: peak of the process's resident memory above that at the start.
         transient_bytes_peak: of that, what the rows above do not explain: workspace.
         demotions: planes dropped from live activations to make room.
-        counts: events by name.
+        counts: events by name: ``not_finite`` and ``not_understood`` (tensors kept exactly for
+            that), ``recomputed`` (saved by a checkpoint in backward), ``spilled``.
         sites: one row a save site.
     """
 
@@ -220,13 +222,7 @@ class MemoryReport:
         Path(path).write_text(json.dumps(_jsonable(self.to_dict()), indent=1), encoding="utf-8")
 
     def __str__(self) -> str:
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(title="daf_hf: memory", title_justify="left")
-        table.add_column("bytes of")
-        table.add_column("MB", justify="right")
-        rows = [
+        sizes = [
             ("activations, plain training", self.plain_bytes),
             ("activations, held (peak)", self.held_bytes_peak),
             ("  in the arena", self.stored_bytes_peak),
@@ -238,20 +234,20 @@ class MemoryReport:
             ("peak RSS above the start", self.peak_rss_bytes),
             ("  transient", self.transient_bytes_peak),
         ]
-        for name, value in rows:
-            table.add_row(name, f"{value / 1e6:,.1f}")
-        times = ", ".join(f"{name} {value:.1f} s" for name, value in self.overhead_seconds.items())
-        out = StringIO()
-        console = Console(file=out, width=100)
-        console.print(table)
-        console.print(
-            f"ratio {self.ratio:.1f}x, {self.mean_bits:.2f} bits a stored element, predicted "
-            f"gradient error {self.predicted_gradient_error:.3f}, {self.demotions} demotions; "
-            f"time: {times or 'none'}",
-            highlight=False,
-            soft_wrap=True,
+        names = {"planning": "planning and calibration"}
+        times = ", ".join(
+            f"{names.get(name, name)} {seconds:.1f} s"
+            for name, seconds in self.overhead_seconds.items()
         )
-        return out.getvalue().rstrip()
+        return render_table(
+            "daf_hf: memory",
+            ("bytes of", "MB"),
+            [(name, megabytes(nbytes)) for name, nbytes in sizes],
+            1,
+            f"ratio {self.ratio:.1f}x, {self.mean_bits:.2f} bits a stored element, predicted "
+            f"gradient error {measured(self.predicted_gradient_error)}, {self.demotions} "
+            f"demotions; time: {times or 'none'}",
+        )
 
 
 def _jsonable(value: Any) -> Any:

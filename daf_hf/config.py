@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
 import os
+import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -167,6 +169,24 @@ class DAFConfig:
     def to_dict(self) -> dict[str, Any]:
         """The options by name (``importance`` as it was given)."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+
+def _documented(cls: type) -> str:
+    """The docstring of a dataclass, with an Attributes section from the fields' help texts."""
+    attributes = [
+        textwrap.fill(
+            f"{f.name}: {f.metadata['help']} Default: {f.default!r}.",
+            width=92,
+            initial_indent=" " * 4,
+            subsequent_indent=" " * 8,
+            break_on_hyphens=False,
+        )
+        for f in dataclasses.fields(cls)
+    ]
+    return "\n".join([inspect.cleandoc(cls.__doc__ or ""), "", "Attributes:", *attributes])
+
+
+DAFConfig.__doc__ = _documented(DAFConfig)
 
 
 def check_budget(value: Any) -> float:

@@ -91,6 +91,7 @@ class _Pass(ABC):
         if compressor.is_parameter(tensor, storage) or compressor.recast_of(tensor) is not None:
             return tensor.detach()
         site = compressor.tracker.site(sys._getframe(1), type(tensor.grad_fn))
+        site.shape, site.dtype = tensor.shape, tensor.dtype
         if storage._cdata not in self._storages:
             # While the weak reference lives, no other storage can have the same address.
             self._storages[storage._cdata] = StorageWeakRef(storage)

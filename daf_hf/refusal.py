@@ -30,17 +30,19 @@ class Refusal:
     def __init__(self) -> None:
         self.limit_bytes = math.inf
         self.least_bytes = 0
+        self.floor_bits = 0
         self._started = False
         self._sites: Counter[str] = Counter()
 
     def __bool__(self) -> bool:
         return self._started
 
-    def begin(self, limit_bytes: float, held_bytes: int) -> None:
-        """Start from what is held, all of it at its floor."""
+    def begin(self, limit_bytes: float, held_bytes: int, floor_bits: int) -> None:
+        """Start from what is held, all of it at its floor: the fewest bits that are allowed."""
         self._started = True
         self.limit_bytes = limit_bytes
         self.least_bytes = held_bytes
+        self.floor_bits = floor_bits
 
     def add(self, site: str, nbytes: int) -> None:
         """A tensor that needs ``nbytes`` at the least."""
@@ -54,11 +56,12 @@ class Refusal:
         )
         # Rounded up, so that the number named does.
         least = math.ceil(self.least_bytes / 1e4) / 100
+        fewer = f"bits below {self.floor_bits} allowed (bits=...), " if self.floor_bits else ""
         return BudgetError(
             f"budget_mb={self.limit_bytes / 1e6:g} is too small for this batch even with the "
             f"fewest bits; budget_mb={least:.2f} is the least that would do. Largest at their "
             f"fewest bits among what found no room: {largest}. Ways out: a larger budget_mb, "
-            "a smaller batch or shorter sequences, fewer bits allowed (bits=...), gradient "
-            'checkpointing, or on_overflow="spill".',
+            f"a smaller batch or shorter sequences, {fewer}gradient checkpointing, or "
+            'on_overflow="spill".',
             least,
         )

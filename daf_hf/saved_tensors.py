@@ -394,7 +394,7 @@ class Compressor:
             self.ledger.count("spilled")
             return Spilled(site, flat, self._spill)
         if not self.refusal:
-            self.refusal.begin(self.arena.limit_bytes, self.arena.held_bytes)
+            self.refusal.begin(self.arena.limit_bytes, self.arena.held_bytes, self.config.bits[0])
         self.refusal.add(site.name, needed)
         return Refused(site, self.refusal)
 

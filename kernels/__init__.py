@@ -51,7 +51,8 @@ def get_backend(name: str = "auto", device: torch.device | str = "cpu") -> Backe
         device: where the tensors are.
 
     Raises:
-        ValueError: ``name`` is unknown.
+        ValueError: ``name`` is unknown, or the environment variable ``DAF_HF_ISA`` names an
+            instruction set that is unknown or not available (raised for ``"auto"`` too).
         RuntimeError: ``"cpu"`` was asked for and cannot serve; the message says why.
     """
     if name not in BACKENDS:

@@ -124,6 +124,13 @@ class CpuBackend:
         if not self._library.daf_use_isa(isa.encode()):
             raise RuntimeError(f"instruction set {isa!r} is not available here: use one of {ISAS}")
 
+    def available_isas(self) -> list[str]:
+        """Those of ``ISAS`` that this processor has; which one is in use does not change."""
+        active = self._library.daf_isa()
+        available = [isa for isa in ISAS if self._library.daf_use_isa(isa.encode())]
+        self._library.daf_use_isa(active)
+        return available
+
     def encode(self, x: Tensor, layout: Layout, bits: int, table: array, space: PageSpace) -> bool:
         """As :func:`daf_hf.kernels.reference.encode`.
 
@@ -236,7 +243,8 @@ def load() -> CpuBackend:
 
     Raises:
         RuntimeError: it was not built, cannot be loaded, or is of another version of this
-            package; or ``DAF_HF_ISA`` names an instruction set that is not available.
+            package.
+        ValueError: ``DAF_HF_ISA`` names an instruction set that is unknown or not available.
     """
     backend, reason = _try_load()
     if backend is None:
@@ -246,7 +254,11 @@ def load() -> CpuBackend:
         )
     isa = os.environ.get(ISA_VARIABLE)
     if isa:
-        backend.use_isa(isa)
+        try:
+            backend.use_isa(isa)
+        except RuntimeError:
+            available = backend.available_isas()
+            raise ValueError(f"{ISA_VARIABLE}={isa!r}: use one of {available}") from None
     return backend
 
 
@@ -255,7 +267,7 @@ def status() -> CpuStatus:
     threads = torch.get_num_threads()
     try:
         backend = load()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         return CpuStatus(False, str(error), _library_path(), "", threads)
     return CpuStatus(True, "", backend.path, backend.isa, threads)
 

@@ -151,8 +151,22 @@ def test_json_is_strict(tmp_path):
 @pytest.mark.parametrize("report", [REPORT, MemoryReport()])
 def test_text_is_readable(report):
     text = str(report)
-    for word in ("budget", "weights", "optimizer", "ratio", "gradient error"):
+    for word in ("budget", "weights", "optimizer", "ratio", "gradient error not measured"):
         assert word in text
+    assert not any(line.endswith(" ") for line in text.splitlines())
+
+
+def test_text_shows_small_sizes_and_what_the_times_are_of():
+    report = MemoryReport(
+        budget_bytes=20_480,
+        plain_bytes=2_150_000,
+        predicted_gradient_error=0.2345,
+        overhead_seconds={"hooks": 0.5, "planning": 2.0},
+    )
+    text = str(report)
+    assert "0.0205" in text and "2.1" in text
+    assert "predicted gradient error 0.23," in text
+    assert "hooks 0.5 s, planning and calibration 2.0 s" in text
 
 
 def test_resident_peak_sees_what_was_freed():

@@ -168,6 +168,7 @@ def test_plan_is_shown_once_and_the_report_at_the_end(tmp_path, monkeypatch):
     )
     trainer_of(tmp_path, [DAFCallback(budget_mb=0.3)]).train()
     assert [text.split()[1] for text in shown] == ["plan", "memory"]
+    assert all(text.startswith("\n") for text in shown)  # not behind the logger's prefix
     assert all("predicted gradient error" in " ".join(text.split()) for text in shown)
 
 

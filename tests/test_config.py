@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
+import pydoc
 from fractions import Fraction
 
 import numpy as np
@@ -13,6 +15,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+import daf_hf
 from daf_hf import DAFConfig
 
 GOOD = {
@@ -183,3 +186,20 @@ def test_dictionary_round_trip():
 def test_config_cannot_change():
     with pytest.raises(dataclasses.FrozenInstanceError):
         DAFConfig().seed = 3
+
+
+def test_help_explains_every_option_with_its_default():
+    text = " ".join(inspect.getdoc(DAFConfig).partition("Attributes:")[2].split())
+    for option in dataclasses.fields(DAFConfig):
+        explained = " ".join(option.metadata["help"].split())
+        assert f"{option.name}: {explained} Default: {option.default!r}." in text
+
+
+def test_help_and_dir_of_the_package_name_the_entry_points():
+    assert dir(daf_hf) == sorted(daf_hf.__all__)
+    text = pydoc.plain(pydoc.render_doc(daf_hf))
+    assert "class DAFCallback" in text and "attach(trainer" in text
+    for name in ("DAFCallback", "attach", "compress_activations", "DAFConfig"):
+        assert name in daf_hf.__all__
+        assert name in daf_hf.__doc__
+        assert getattr(daf_hf, name).__name__ == name

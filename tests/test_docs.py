@@ -9,8 +9,9 @@ import re
 from pathlib import Path
 
 import pytest
+from tiny import batch, build, gradients
 
-from daf_hf import DAFConfig, MemoryReport
+from daf_hf import DAFConfig, MemoryReport, compress_activations, importance
 from daf_hf.codecs import _CODEBOOKS
 from daf_hf.kernels.format import Granularity
 
@@ -50,6 +51,28 @@ def test_every_figure_of_the_report_is_documented(name):
 @pytest.mark.parametrize("name", [*_CODEBOOKS, *(g.name.lower() for g in Granularity)])
 def test_every_codec_is_explained(name):
     assert f"| `{name}` |" in (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+
+
+def test_the_example_of_a_metric_works(monkeypatch):
+    section = CONFIGURATION.partition("## Importance metrics")[2].partition("\n## ")[0]
+    (snippet,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    monkeypatch.setattr(importance, "_METRICS", dict(importance._METRICS))
+    names = {}
+    exec(snippet, names)
+    model = build("bert")
+    daf = compress_activations(model, names["callback"].config)
+    gradients(model, batch("bert"), daf)
+    measured = [site for site in daf.report.sites if site.importance is not None]
+    dearest = max(site.importance for site in measured)
+    # Small sites are not measured, but taken to be as dear as the dearest.
+    assert all(site.importance in (site.shape[-1], dearest) for site in measured)
+    assert len({site.importance for site in measured}) > 2
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_prose_is_wrapped(page):
+    text = re.sub(r"^\|.*$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert [line for line in text.splitlines() if len(line) > 100] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import logging
 import math
 import os
 import subprocess
@@ -391,6 +392,19 @@ def test_an_infeasible_budget_ends_with_its_message(tiny_model, tiny_glue, tmp_p
     assert "error: " in run.stderr and "budget" in run.stderr.lower()
     assert "Traceback" not in run.stderr
     assert not (tmp_path / "all_results.json").exists()
+
+
+def test_a_sign_of_life_is_shown(script, capsys, monkeypatch):
+    logger = logging.getLogger("daf_hf")
+    monkeypatch.setattr(logger, "handlers", [])
+    level = logger.level
+    script.show_daf_log()
+    try:
+        logger.info("daf_hf: calibrating")
+        logger.debug("daf_hf: of no interest")
+    finally:
+        logger.setLevel(level)
+    assert capsys.readouterr().err == "daf_hf: calibrating\n"
 
 
 def test_weights_must_be_there_unless_random_ones_are_wanted(

@@ -86,7 +86,7 @@ def test_recast_notices_that_the_parameter_changed():
 
 def test_refused_raises_the_budget_error():
     refusal = Refusal()
-    refusal.begin(1e6, 500)
+    refusal.begin(1e6, 500, 0)
     refusal.add("a/0", 2_000_000)
     physical = Refused(SITE, refusal)
     tensor = torch.ones(4)
@@ -98,19 +98,28 @@ def test_refused_raises_the_budget_error():
 def test_refusal_names_the_largest_sites_first():
     refusal = Refusal()
     assert not refusal
-    refusal.begin(1e6, 0)
+    refusal.begin(1e6, 0, 2)
     for number in range(8):
         refusal.add(f"site/{number}", 1000 * number)
     assert refusal
     text = str(refusal.error())
     assert text.index("site/7") < text.index("site/6") < text.index("site/3")
     assert "site/2" not in text
-    for way_out in ("larger budget_mb", "smaller batch", "bits=", "checkpointing", "spill"):
+    for way_out in ("larger budget_mb", "smaller batch", "bits below 2", "checkpointing", "spill"):
         assert way_out in text
 
 
 def test_the_least_budget_is_rounded_up():
     refusal = Refusal()
-    refusal.begin(1e6, 0)
+    refusal.begin(1e6, 0, 2)
     refusal.add("a/0", 1_230_001)
     assert "budget_mb=1.24 is the least" in str(refusal.error())
+
+
+def test_fewer_bits_are_advised_only_where_there_are_fewer():
+    refusal = Refusal()
+    refusal.begin(1e6, 0, 0)
+    refusal.add("a/0", 1_230_001)
+    text = str(refusal.error())
+    assert "bits=" not in text
+    assert "shorter sequences, gradient checkpointing, or" in text

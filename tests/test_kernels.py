@@ -44,16 +44,7 @@ def isas() -> list[str]:
     """The instruction sets that this processor has; none without the native backend."""
     if not cpu_status().available:
         return []
-    backend, found = cpu.load(), []
-    active = backend.isa
-    for isa in cpu.ISAS:
-        try:
-            backend.use_isa(isa)
-        except RuntimeError:
-            continue
-        found.append(isa)
-    backend.use_isa(active)
-    return found
+    return cpu.load().available_isas()
 
 
 ISAS = isas()
@@ -376,11 +367,30 @@ def test_environment_forces_an_instruction_set(isa):
     assert run_python(code, DAF_HF_ISA=isa).stdout.strip() == isa
 
 
-def test_unknown_instruction_set_is_reported():
-    if not ISAS:
-        pytest.skip("the native backend was not built")
-    code = "from daf_hf.kernels import cpu_status; print(cpu_status())"
-    assert "'mmx' is not available" in run_python(code, DAF_HF_ISA="mmx").stdout
+BAD_ISA = """
+from daf_hf.kernels import cpu_status, get_backend
+
+print(cpu_status().reason)
+for name in ("auto", "cpu"):
+    try:
+        get_backend(name)
+    except ValueError as error:
+        print(error)
+"""
+
+
+@pytest.mark.skipif(not ISAS, reason="the native backend was not built")
+@pytest.mark.parametrize("isa", ["mmx", "AVX2"])
+def test_an_instruction_set_that_cannot_serve_is_refused(isa):
+    result = run_python(BAD_ISA, DAF_HF_ISA=isa)
+    assert result.stdout.splitlines() == [f"DAF_HF_ISA={isa!r}: use one of {ISAS}"] * 3
+    assert result.stderr == ""
+
+
+def test_looking_for_instruction_sets_changes_none(native):
+    active = native.isa
+    assert active in native.available_isas() == ISAS
+    assert native.isa == active
 
 
 MISSING = """

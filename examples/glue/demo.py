@@ -28,7 +28,7 @@ SCRIPT = Path(__file__).with_name("run_glue.py")
 TRAIN_SENTENCES = 4800
 DEV_SENTENCES = 960
 MIN_PLAIN_ACCURACY = 0.80
-MAX_ACCURACY_LOSS = 0.03
+MAX_LOST_POINTS = 3.0
 
 console = Console()
 
@@ -54,6 +54,11 @@ class Run:
     @property
     def accuracy(self) -> float:
         return self.results["eval_accuracy"]
+
+    @property
+    def points(self) -> float:
+        """The accuracy in percent, as it is shown."""
+        return round(100 * self.accuracy, 1)
 
 
 def _read_json(path: Path) -> Any:
@@ -90,9 +95,10 @@ def train(options: argparse.Namespace, data: Path, name: str, *daf_options: str)
     for option, value in settings.items():
         command += [f"--{option}", str(value)]
     command += ["--modules_to_save", "classifier", "pooler"]
-    status = subprocess.run(
-        command, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"}
-    ).returncode
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    # OpenMP's idle threads spin by default, which on a busy machine takes time from those at work.
+    environment.setdefault("OMP_WAIT_POLICY", "passive")
+    status = subprocess.run(command, check=False, env=environment).returncode
     if status != 0:
         sys.exit(f"FAILED: the {name} run ended with exit status {status}")
     return Run.load(folder)
@@ -106,7 +112,7 @@ def compare(plain: Run, daf: Run) -> Table:
     table.add_column("")
     table.add_column("plain", justify="right")
     table.add_column("DAF", justify="right")
-    table.add_row("accuracy", f"{plain.accuracy:.1%}", f"{daf.accuracy:.1%}")
+    table.add_row("accuracy", f"{plain.points:.1f}%", f"{daf.points:.1f}%")
     table.add_row(
         "activations held, at most", _mb(report["plain_bytes"]), _mb(report["held_bytes_peak"])
     )
@@ -153,7 +159,7 @@ def plot(plain: Run, daf: Run, path: Path) -> None:
         axes.margins(y=0.12)
     for name, colour, run in zip(names, colours, (plain, daf), strict=True):
         loss_axes.plot(*zip(*run.losses, strict=True), color=colour, linewidth=2)
-        loss_axes.plot([], [], color=colour, label=f"{name}: {run.accuracy:.1%} accuracy")
+        loss_axes.plot([], [], color=colour, label=f"{name}: {run.points:.1f}% accuracy")
     loss_axes.set_title("training loss", fontsize=10)
     loss_axes.set_xlabel("step")
     loss_axes.legend(frameon=False)
@@ -166,14 +172,14 @@ def plot(plain: Run, daf: Run, path: Path) -> None:
 def verdict(plain: Run, daf: Run) -> tuple[bool, str]:
     """Say whether the comparison holds up, and how it came out."""
     if plain.accuracy < MIN_PLAIN_ACCURACY:
-        return False, f"plain training reached only {plain.accuracy:.1%}: nothing to compare with"
-    loss = plain.accuracy - daf.accuracy
-    if loss > MAX_ACCURACY_LOSS:
-        return False, f"the budget cost {loss * 100:.1f} points of accuracy"
+        return False, f"plain training reached only {plain.points:.1f}%: nothing to compare with"
+    change = round(daf.points - plain.points, 1)
+    if change < -MAX_LOST_POINTS:
+        return False, f"the budget cost {-change:.1f} points of accuracy"
     assert daf.report is not None
     return True, (
         f"{daf.report['ratio']:.1f}x less activation memory, "
-        f"{-loss * 100:+.1f} points of accuracy against plain training"
+        f"{change:+.1f} points of accuracy against plain training"
     )
 
 

@@ -11,6 +11,7 @@ adapter beside them. ``--no_daf`` trains plainly, for comparison.
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from dataclasses import dataclass, field, replace
@@ -214,6 +215,15 @@ def evaluate_splits(trainer: Trainer, splits: dict[str, Dataset]) -> None:
     trainer.save_metrics("eval", metrics)
 
 
+def show_daf_log() -> None:
+    """Show what daf_hf is doing, such as a calibration that takes a while."""
+    logger = logging.getLogger("daf_hf")
+    logger.setLevel(logging.INFO)
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.addHandler(handler)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run the script with the given arguments, or those of the command line."""
     model_args, data_args, lora_args, daf_args, training_args = parse_arguments(argv)
@@ -252,6 +262,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    show_daf_log()
     try:
         main()
     except (BudgetError, DataError, ModelError, UsageError) as error:
