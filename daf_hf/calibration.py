@@ -41,6 +41,9 @@ PILOT_SHARE = 3
 CUTS = ((True, True), (True, False), (False, False))
 """Whether a probe takes a part of the examples, and of the tokens: what is tried in turn."""
 
+MODULES_TO_SAVE = ".modules_to_save."
+"""In the name of a parameter that PEFT trains in full beside the adapters."""
+
 SMALL_SHARE = 0.05
 """Sites below this share of the average site's bytes are not measured."""
 
@@ -82,7 +85,12 @@ class Calibration:
         self._whole = batch_of(inputs)
         self._gauge = Gauge(compressor)
         self._limit = compressor.arena.limit_bytes * SHARE_OF_BUDGET
-        self._parameters = [p for p in compressor.model.parameters() if p.requires_grad]
+        named = [(n, p) for n, p in compressor.model.named_parameters() if p.requires_grad]
+        self._parameters = [parameter for _, parameter in named]
+        whole = [MODULES_TO_SAVE in name for name, _ in named]
+        self._groups = [
+            [index for index, one in enumerate(whole) if one is kind] for kind in (False, True)
+        ]
         widths = [b for b in compressor.config.bits if b] or [max(compressor.config.bits)]
         self._bits = min(widths, key=lambda bits: abs(bits - PROBE_BITS))
         self._codecs: dict[SaveSite, Codec] = {}
@@ -270,13 +278,21 @@ class Calibration:
         return total / energy if energy > 0 else 0.0
 
     def gradient_error(self, site: SaveSite) -> float:
-        """See :class:`daf_hf.importance.Probe`."""
+        """See :class:`daf_hf.importance.Probe`.
+
+        The adapters' gradient counts by itself, relative to its own norm: that of a head trained
+        in full is often many times larger, and would hide whatever befalls it.
+        """
         assert self._graph is not None
-        norm = _square(self._reference)
         if any(item.restored is None for item in self._graph.items[site]):
             self.distortion(site)
         change = self._graph.change(site, self._parameters)
-        return _square(change) / norm if norm > 0 else 0.0
+        total = 0.0
+        for group in self._groups:
+            norm = _square([self._reference[index] for index in group])
+            if norm > 0:
+                total += _square([change[index] for index in group]) / norm
+        return total
 
     def _moves_off_zero(self, graph: Graph) -> tuple[dict[nn.Parameter, Tensor], bool]:
         """For parameters that are all zero, one signed gradient step; whether all have one.
