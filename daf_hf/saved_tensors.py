@@ -270,6 +270,8 @@ class Compressor:
             cols = columns(shape, column, extent)
             physical = self._place(flat, cols, site, cdata, whole)
             self._physicals[key] = weakref.ref(physical, self._forget(key))
+        else:
+            site.placed = physical.site.placed
         if not whole:
             stride = contiguous_stride(shape)
         return View(tensor, shape, stride, physical, lease)
@@ -338,6 +340,7 @@ class Compressor:
             if not codec.lossless:
                 self.ledger.count("not_finite")
             return None
+        site.placed = codec, stored.bits
         lease = Lease(self._end_pages, stored)
         return Pages(site, lease, codec.private, stored, flat.dtype, self.decode)
 
@@ -362,6 +365,7 @@ class Compressor:
             ledger.is_held_exactly(cdata) or ledger.storage_bytes(cdata) <= flat.nbytes
         )
         needed = ledger.hold_exactly(cdata) if shared else flat.nbytes
+        site.placed = None
         if not self.refusal and self._reserve(needed):
             if shared:
                 return Copy(site, flat, Lease(self._end_exact, cdata))

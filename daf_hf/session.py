@@ -298,12 +298,7 @@ class Session:
     def _site_reports(self) -> list[SiteReport]:
         reports = []
         for site in self.compressor.tracker.sites.values():
-            option = site.option
-            codec, bits = "exact", None
-            if site.two_valued:
-                codec, bits = "binary", 1
-            elif option is not None and option.codec is not None:
-                codec, bits = str(option.codec), option.bits
+            codec, bits = site.placed or ("exact", None)
             reports.append(
                 SiteReport(
                     site.name,
@@ -311,7 +306,7 @@ class Session:
                     tuple(site.shape),
                     str(site.dtype).removeprefix("torch."),
                     site.nbytes,
-                    codec,
+                    str(codec),
                     bits,
                     site.importance,
                 )

@@ -67,6 +67,7 @@ class SaveSite:
         two_valued: calibration found exactly two values: stored in one plane without loss.
         known: it was there at the last calibration.
         option: what the current plan chose; None for sites that need no choice.
+        placed: codec and bits with which the last tensor was stored; None: exactly.
     """
 
     name: str
@@ -83,6 +84,7 @@ class SaveSite:
     two_valued: bool = False
     known: bool = False
     option: Option | None = None
+    placed: tuple[Codec, int] | None = None
 
     @property
     def consumer(self) -> str:

@@ -237,6 +237,19 @@ def test_what_is_spilled_for_want_of_room_is_said(bert_model, bert_batch, caplog
     assert sum("is spilled to a file" in record.getMessage() for record in caplog.records) == 1
 
 
+@pytest.mark.parametrize("budget", [0.15, 0.3, INF])
+def test_the_report_says_how_each_site_was_stored(budget):
+    """With a plan, without one (no probe fits the least of these budgets), without a budget."""
+    model, inputs = build("vit"), batch("vit")
+    daf, compressor = compressed(model, budget)
+    gradients(model, inputs, daf)
+    report = daf.report
+    encoded = [site for site in report.sites if site.codec != "exact"]
+    assert all(site.bits is not None for site in encoded)
+    assert bool(encoded) == (report.stored_bytes_peak > 0) == (budget != INF)
+    assert compressor.calibrated == (budget == 0.3)
+
+
 def test_weights_outside_the_model_are_kept():
     """Of a head that is applied outside, inside the block."""
     model, head = nn.Sequential(nn.Linear(64, 64), nn.GELU()), nn.Linear(64, 64)
@@ -439,9 +452,8 @@ def test_a_copy_of_the_model_is_its_own(bert_model, bert_batch, copied, wrapped)
         with torch.no_grad():
             for parameter in bert_model.parameters():
                 parameter.mul_(2)
-        compressor.ledger.peak.held = 0
-        assert torch.equal(loss_of(twin(**bert_batch)), before)
-    del daf
+            assert torch.equal(loss_of(twin(**bert_batch)), before)
+    compressor.ledger.peak.held = 0
     loss_of(twin(**bert_batch)).backward()
     assert compressor.ledger.peak.held == 0
     assert all(p.grad is None for p in bert_model.parameters())
