@@ -1,13 +1,15 @@
 // The CUDA kernels on a CPU: kernels/cuda/kernels.cu as it is, under as much of the language and
 // of the driver's API as they and kernels/cuda_driver.py need. For tests.
 //
-// Blocks run one after another; the threads of a block are fibers that take turns, from one place
-// where they wait for each other to the next. Every other launch runs blocks and threads in
-// reverse. A launch fails when threads wait for each other in vain or at different places, or
-// when a block writes past its shared memory.
+// Blocks run one after another; the threads of a block are fibers, which take turns from one place
+// where they wait for each other to the next. Each warp goes as far ahead of the others as it can,
+// so that missing barriers show, and every other launch runs blocks, warps and threads in reverse.
+// A launch fails when threads wait for each other in vain or at different places, or when a block
+// writes past its shared memory.
 
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -127,8 +129,23 @@ void start() {
   fibers[thread_index.x].done = progress = true;
 }
 
+// Gives each thread of a warp a turn; whether any is left.
+bool run_warp(int warp, bool backwards) {
+  const int first = warp * WARP;
+  const int count = std::min(WARP, static_cast<int>(block_size.x) - first);
+  bool left = false;
+  for (int i = 0; i < count && !fault; ++i) {
+    const int index = first + (backwards ? count - 1 - i : i);
+    if (fibers[index].done) continue;
+    thread_index = {static_cast<unsigned>(index), 0, 0};
+    swapcontext(&scheduler, &fibers[index].context);
+    left = left || !fibers[index].done;
+  }
+  return left;
+}
+
 bool run_block(bool backwards) {
-  const int count = static_cast<int>(block_size.x);
+  const int count = static_cast<int>(block_size.x), warp_count = (count + WARP - 1) / WARP;
   for (Warp& warp : warps) warp.barrier = {};
   block_barrier = {};
   for (int i = 0; i < count; ++i) {
@@ -139,19 +156,20 @@ bool run_block(bool backwards) {
     fibers[i].done = false;
     makecontext(&fibers[i].context, start, 0);
   }
-  bool left = true;
-  while (left) {
-    left = progress = false;
-    for (int i = 0; i < count && !fault; ++i) {
-      const int index = backwards ? count - 1 - i : i;
-      if (fibers[index].done) continue;
-      thread_index = {static_cast<unsigned>(index), 0, 0};
-      swapcontext(&scheduler, &fibers[index].context);
-      left = left || !fibers[index].done;
+  bool left = true, moved = true;
+  while (left && moved && !fault) {
+    left = moved = false;
+    for (int i = 0; i < warp_count; ++i) {
+      bool waits = true;
+      do {  // a warp goes as far ahead of the others as it can
+        progress = false;
+        waits = run_warp(backwards ? warp_count - 1 - i : i, backwards);
+        moved = moved || progress;
+      } while (waits && progress && !fault);
+      left = left || waits;
     }
-    if (fault || (left && !progress)) return false;
   }
-  return true;
+  return !left && !fault;
 }
 
 bool run_grid(size_t shared_bytes) {
@@ -173,7 +191,7 @@ bool run_grid(size_t shared_bytes) {
 
 }  // namespace emulation
 
-// The driver's API, with the error numbers of cuda.h -----------------------------------------------
+// The driver's API, with the error numbers of cuda.h ---------------------------------------------
 
 extern "C" {
 

@@ -121,6 +121,13 @@ def test_statistics_of_many_rows(emulated, granularity, shape):
     assert check_conformance(emulated, x, Codec(granularity, "normal"), cols, 0)
 
 
+def test_a_variance_that_rounds_below_zero_is_zero(emulated):
+    x = torch.full((40_000,), 0.713)
+    x[0] = 0.0
+    codec = Codec(Granularity.TOKEN, "normal")
+    assert check_conformance(emulated, x, codec, 40_000, 1)
+
+
 @pytest.mark.parametrize("book", ["uniform", "root"])
 @pytest.mark.parametrize("granularity", [Granularity.CHANNEL, Granularity.TENSOR])
 def test_extremes_are_found_anywhere(emulated, granularity, book):

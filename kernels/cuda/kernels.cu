@@ -52,10 +52,9 @@ KERNEL sum_columns(const Job job) {
   }
 }
 
-DEVICE void publish(const Job& job, i64 unit, float low, float high, u32 nan) {
+DEVICE void publish(const Job& job, i64 unit, float low, float high) {
   atomicMax(job.flags + 1 + unit, ~key_of(low));
   atomicMax(job.flags + 1 + job.units + unit, key_of(high));
-  if (nan) fail(job);
 }
 
 // CHANNEL: as sum_columns.
@@ -65,7 +64,7 @@ KERNEL span_columns(const Job job) {
   for (i64 column = global_thread(); column < job.width; column += all_threads()) {
     Range range(to_float(job.type, load(job, column)));
     for_each(job, block * rows + column, end, job.width, [&](float x) { range.add(x); });
-    publish(job, column, range.low, range.high, range.nan);
+    publish(job, column, range.low, range.high);
   }
 }
 
@@ -74,8 +73,7 @@ KERNEL span_tensor(const Job job) {
   Range range(to_float(job.type, load(job, 0)));
   for_each(job, global_thread(), job.numel, all_threads(), [&](float x) { range.add(x); });
   const float low = reduce_block<Less>(range.low), high = reduce_block<More>(range.high);
-  const u32 nan = reduce_block<Or>(range.nan);
-  if (threadIdx.x == 0) publish(job, 0, low, high, nan);
+  if (threadIdx.x == 0) publish(job, 0, low, high);
 }
 
 // What sum_columns left, block by block, to pairs; for TENSOR by one warp.
@@ -157,7 +155,7 @@ DEVICE u32 code_of(const Job& job, const u8* lut, float x, Grid grid) {
   return lut ? lut[index] : index;
 }
 
-// The planes, and what of the statistics a group has to itself.
+// The planes, and what of the statistics a group has to itself; also looks for what is not finite.
 KERNEL encode_groups(const Job job) {
   const u8* lut = stage(job.lut, job.cells);
   const int lane = threadIdx.x % LANES;

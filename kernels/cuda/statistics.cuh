@@ -45,21 +45,18 @@ DEVICE void fail(const Job& job) { job.flags[0] = 1; }  // by any number of thre
 
 // Statistics -------------------------------------------------------------------------------------
 
-// Minimum and maximum. An infinity shows in them; a NaN, which comparisons skip, is looked for.
+// Minimum and maximum. Comparisons skip a NaN; encode_groups looks for those.
 struct Range {
   float low, high;
-  u32 nan;
 
-  DEVICE explicit Range(float first) : low(first), high(first), nan(0) {}
+  DEVICE explicit Range(float first) : low(first), high(first) {}
   DEVICE void add(float x) {
     low = x < low ? x : low;
     high = x > high ? x : high;
-    nan |= x != x;
   }
   DEVICE void merge_warp() {
     low = reduce_warp<Less>(low);
     high = reduce_warp<More>(high);
-    nan = reduce_warp<Or>(nan);
   }
 };
 
@@ -85,15 +82,15 @@ DEVICE float rounded(const Job& job, float value) {
   return job.wide ? value : from_bfloat16(to_bfloat16(value));
 }
 
-DEVICE Pair checked(const Job& job, Pair pair, bool bad) {
-  if (bad || pair.a - pair.a != 0.0f || pair.s - pair.s != 0.0f) fail(job);
+DEVICE Pair checked(const Job& job, Pair pair) {
+  if (pair.a - pair.a != 0.0f || pair.s - pair.s != 0.0f) fail(job);
   return pair;
 }
 
 // What is stored of a unit.
 DEVICE Pair finish(const Job& job, const Range& range) {
   const float a = rounded(job, range.low) + 0.0f;  // no negative zeros
-  return checked(job, {a, rounded(job, range.high - a) + 0.0f}, range.nan);
+  return checked(job, {a, rounded(job, range.high - a) + 0.0f});
 }
 
 DEVICE Pair finish(const Job& job, const Moments& moments, i64 length) {
@@ -102,7 +99,7 @@ DEVICE Pair finish(const Job& job, const Moments& moments, i64 length) {
   float variance = moments.squares / count - shift * shift;
   variance = variance < 0.0f ? 0.0f : variance;  // a NaN stays
   const float deviation = job.bits ? __fsqrt_rn(variance) : 0.0f;
-  return checked(job, {rounded(job, moments.first + shift), rounded(job, deviation)}, false);
+  return checked(job, {rounded(job, moments.first + shift), rounded(job, deviation)});
 }
 
 DEVICE Pair group_pair(const Job& job, i64 group, const float* x) {
