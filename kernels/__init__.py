@@ -19,10 +19,13 @@ from . import cpu, cuda, reference
 from .cpu import CpuStatus
 from .format import Layout, PageSpace
 
-__all__ = ["BACKENDS", "Backend", "CpuStatus", "cpu_status", "get_backend"]
+__all__ = ["BACKENDS", "CANDIDATES", "Backend", "CpuStatus", "cpu_status", "get_backend"]
 
 BACKENDS = ("auto", "reference", "cpu", "cuda")
 """Names that :func:`get_backend` takes."""
+
+CANDIDATES = {"cpu": ("cpu",), "cuda": ("cuda",)}
+"""What ``"auto"`` tries on each type of device, best first; the reference is the last resort."""
 
 _logger = logging.getLogger(__name__)
 
@@ -77,14 +80,11 @@ def _load_cpu(device: torch.device) -> Backend:
 _LOADERS: dict[str, Callable[[torch.device], Backend]] = {"cpu": _load_cpu, "cuda": cuda.load}
 """A backend for a device, or a RuntimeError that says why not."""
 
-_CANDIDATES = {"cpu": ("cpu",), "cuda": ("cuda",)}
-"""What ``"auto"`` tries on each type of device, best first; the reference is the last resort."""
-
 
 @cache
 def _best(device: torch.device) -> Backend:
     reasons = []
-    for name in _CANDIDATES.get(device.type, ()):
+    for name in CANDIDATES.get(device.type, ()):
         try:
             return _LOADERS[name](device)
         except RuntimeError as error:

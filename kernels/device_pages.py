@@ -21,4 +21,5 @@ def upload(table: array, space: PageSpace, device: torch.device) -> tuple[Tensor
 def _copy(values: array, dtype: torch.dtype, device: torch.device) -> Tensor:
     if not values:
         return torch.empty(0, dtype=dtype, device=device)
-    return torch.frombuffer(values, dtype=dtype).to(device, copy=True)
+    # From pageable memory: CUDA has copied it when this returns, without waiting for the device.
+    return torch.frombuffer(values, dtype=dtype).to(device, copy=True, non_blocking=True)
