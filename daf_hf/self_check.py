@@ -30,7 +30,7 @@ def self_check(backend: Backend, device: torch.device | str = "cpu") -> str:
     for codec, bits, dtype in _CASES:
         layout = codec.layout(_ROWS * _COLS, _COLS, bits)
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn(layout.numel, generator=generator).to(dtype)
+        x = torch.randn(layout.numel, generator=generator, device="cpu").to(dtype)
         x = (x > 0).to(dtype) if codec == BINARY else x
         expected = _round_trip(get_backend("reference"), x, layout, bits)
         try:

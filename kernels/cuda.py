@@ -102,10 +102,9 @@ class CudaBackend:
             self._launch("encode_pairs", job, layout.groups * LANES, _REDUCTION_BYTES)
             self._launch("finish_pairs", job, 1)
         else:
-            sums = self._reduce(job, layout, bits)
+            self._reduce(job, layout, bits)
             lut_bytes = layout.codebook.cells if job.lut else 0
             self._launch("encode_groups", job, layout.groups * LANES, lut_bytes)
-            del sums
         return not flags[0].item()
 
     def decode(
@@ -125,13 +124,16 @@ class CudaBackend:
         table_bytes = 4 << bits if job.values else 0
         self._launch("decode_groups", job, layout.groups * LANES, table_bytes)
 
-    def _reduce(self, job: Job, layout: Layout, bits: int) -> Tensor | None:
-        """Starts what finds the pairs of units that are not groups; returns its workspace."""
+    # Workspaces may go before the kernels that use them have run: torch gives their memory to
+    # nobody but what comes later on the same stream.
+
+    def _reduce(self, job: Job, layout: Layout, bits: int) -> None:
+        """Starts what finds the pairs of units that are not groups."""
         if not layout.units or layout.granularity is Granularity.GROUP:
-            return None
+            return
         if layout.granularity is Granularity.TOKEN:
             self._launch("reduce_rows", job, layout.units * LANES)
-            return None
+            return
         tensor = layout.granularity is Granularity.TENSOR
         job.width = LANES if tensor else layout.cols
         rows = -(-layout.numel // job.width)
@@ -143,13 +145,12 @@ class CudaBackend:
             job.sums = sums.data_ptr()
             self._launch("sum_columns", job, job.width, rows=job.blocks)
             self._launch("finish_sums", job, job.width)
-            return sums
+            return
         if tensor:
             self._launch("span_tensor", job, layout.numel, _REDUCTION_BYTES)
         else:
             self._launch("span_columns", job, job.width, rows=job.blocks)
         self._launch("finish_spans", job, layout.units)
-        return None
 
     def _launch(
         self, kernel: str, job: Job, work: int, shared_bytes: int = 0, rows: int = 1
@@ -201,7 +202,7 @@ class CudaBackend:
 def _is_affine(book: Codebook) -> bool:
     """Whether every table is (code + 0.5) / 2^bits."""
     return all(
-        torch.equal(book.tables[bits], (torch.arange(1 << bits) + 0.5) / (1 << bits))
+        torch.equal(book.tables[bits], (torch.arange(1 << bits, device="cpu") + 0.5) / (1 << bits))
         for bits in range(MAX_BITS + 1)
     )
 
