@@ -27,8 +27,9 @@ from test_kernels import (
     values,
 )
 from test_nvrtc import FakeCompiler
+from tiny import batch, build, loss_of
 
-from daf_hf import kernels
+from daf_hf import compress_activations, kernels, saved_tensors
 from daf_hf.codecs import BINARY, Codec
 from daf_hf.kernels import cpu, cpu_status, cuda, get_backend, nvrtc, reference
 from daf_hf.kernels.cuda_driver import CudaError, Device, Driver, Module
@@ -258,6 +259,24 @@ def test_a_device_writes_and_reads_what_the_cpu_does(any_cuda, codec):
             reference.decode(oracle, layout, bits, expected.table, expected.space)
             any_cuda.decode(out, layout, bits, actual.table, actual.space)
             assert same_bits(out.cpu(), oracle)
+
+
+def test_training_is_the_same(emulated, monkeypatch):
+    """Calibration, plan, demotion and gradients, on what the kernels really return."""
+
+    def train(backend):
+        monkeypatch.setattr(saved_tensors, "get_backend", lambda *_: backend)
+        model = build("bert")
+        torch.manual_seed(3)
+        with compress_activations(model, budget_mb=0.1) as daf:
+            loss_of(model(**batch("bert"))).backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        return daf.report, gradients
+
+    (one, expected), (other, actual) = train(reference), train(emulated)
+    assert 0 < one.mean_bits == other.mean_bits < 8
+    assert one.held_bytes_peak == other.held_bytes_peak
+    assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
 
 
 # What does not fit, and what fails ----------------------------------------------------------------
