@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 ALLOCATORS = ("greedy", "uniform")
-BACKENDS = ("auto", "reference", "cpu")
+BACKENDS = ("auto", "reference", "cpu", "cuda")
 OVERFLOW = ("error", "spill")
 ALL_BITS = (0, 1, 2, 3, 4, 5, 6, 7, 8)
 
@@ -50,7 +50,9 @@ class DAFConfig:
         "'package.module:object', or a callable (site, probe) -> float.",
     )
     allocator: str = _option("greedy", "How bits are shared out: 'greedy' or 'uniform'.")
-    backend: str = _option("auto", "Kernels: 'auto', 'reference' (plain torch) or 'cpu' (native).")
+    backend: str = _option(
+        "auto", "Kernels: 'auto', 'reference' (plain torch), 'cpu' or 'cuda' (native)."
+    )
     on_overflow: str = _option(
         "error",
         "When even the fewest bits do not fit: 'error' refuses the budget in the first step (and "

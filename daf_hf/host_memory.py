@@ -68,15 +68,21 @@ def advise_huge_pages(block: Tensor) -> None:
         )
 
 
+def allocator() -> str:
+    """Whose malloc is in use: ``"glibc"``, or by what it is seen to be another's."""
+    if platform.libc_ver()[0] != "glibc":
+        return "not glibc"
+    process = ctypes.CDLL(None)
+    other = next((name for name in _OTHER_ALLOCATORS if hasattr(process, name)), None)
+    return f"another is loaded ({other})" if other else "glibc"
+
+
 @cache
 def _glibc() -> ctypes.CDLL | None:
     """The C library, where it is glibc and its malloc is in use."""
-    if platform.libc_ver()[0] != "glibc":
-        logger.debug("daf_hf: the C library is not glibc; malloc is left alone")
+    found = allocator()
+    if found != "glibc":
+        level = logging.DEBUG if found == "not glibc" else logging.INFO
+        logger.log(level, "daf_hf: allocator: %s; malloc is left alone", found)
         return None
-    process = ctypes.CDLL(None)
-    other = next((name for name in _OTHER_ALLOCATORS if hasattr(process, name)), None)
-    if other is not None:
-        logger.info("daf_hf: another allocator is loaded (%s); malloc is left alone", other)
-        return None
-    return process
+    return ctypes.CDLL(None)

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import logging
 from array import array
+from collections.abc import Callable
 from functools import cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from . import cpu, reference
+from . import cpu, cuda, reference
 from .cpu import CpuStatus
 from .format import Layout, PageSpace
 
-__all__ = ["BACKENDS", "Backend", "CpuStatus", "cpu_status", "get_backend"]
+__all__ = ["BACKENDS", "CANDIDATES", "Backend", "CpuStatus", "cpu_status", "get_backend"]
 
-BACKENDS = ("auto", "reference", "cpu")
+BACKENDS = ("auto", "reference", "cpu", "cuda")
 """Names that :func:`get_backend` takes."""
+
+CANDIDATES = {"cpu": ("cpu",), "cuda": ("cuda",)}
+"""What ``"auto"`` tries on each type of device, best first; the reference is the last resort."""
 
 _logger = logging.getLogger(__name__)
 
@@ -45,26 +49,22 @@ def get_backend(name: str = "auto", device: torch.device | str = "cpu") -> Backe
     """The backend ``name`` for tensors on ``device``.
 
     Args:
-        name: ``"reference"`` (plain torch, any device), ``"cpu"`` (native code) or ``"auto"``,
-            the fastest that works; where that is not the native code on a CPU, this is logged
-            once.
+        name: ``"reference"`` (plain torch, any device), ``"cpu"`` or ``"cuda"`` (native code), or
+            ``"auto"``, the fastest that works; where that is not native code on a CPU or a CUDA
+            device, this is logged once.
         device: where the tensors are.
 
     Raises:
         ValueError: ``name`` is unknown, or the environment variable ``DAF_HF_ISA`` names an
             instruction set that is unknown or not available (raised for ``"auto"`` too).
-        RuntimeError: ``"cpu"`` was asked for and cannot serve; the message says why.
+        RuntimeError: a backend was asked for by name and cannot serve; the message says why.
     """
     if name not in BACKENDS:
         raise ValueError(f"unknown backend {name!r}: use one of {BACKENDS}")
-    on_cpu = torch.device(device).type == "cpu"
-    if name == "cpu":
-        if not on_cpu:
-            raise RuntimeError(f"the backend 'cpu' cannot serve {device}: use 'auto'")
-        return cpu.load()
-    if name == "auto" and on_cpu:
-        return _best_on_cpu()
-    return reference
+    device = torch.device(device)
+    if name == "auto":
+        return _best(device)
+    return reference if name == "reference" else _LOADERS[name](device)
 
 
 def cpu_status() -> CpuStatus:
@@ -72,10 +72,24 @@ def cpu_status() -> CpuStatus:
     return cpu.status()
 
 
+def _load_cpu(device: torch.device) -> Backend:
+    if device.type != "cpu":
+        raise RuntimeError(f"the backend 'cpu' cannot serve {device}: use 'auto'")
+    return cpu.load()
+
+
+_LOADERS: dict[str, Callable[[torch.device], Backend]] = {"cpu": _load_cpu, "cuda": cuda.load}
+"""A backend for a device, or a RuntimeError that says why not."""
+
+
 @cache
-def _best_on_cpu() -> Backend:
-    try:
-        return cpu.load()
-    except RuntimeError as error:
-        _logger.warning("%s; using 'reference', which is slow", error)
-        return reference
+def _best(device: torch.device) -> Backend:
+    reasons = []
+    for name in CANDIDATES.get(device.type, ()):
+        try:
+            return _LOADERS[name](device)
+        except RuntimeError as error:
+            reasons.append(str(error))
+    if reasons:
+        _logger.warning("%s; using 'reference', which is slow", "; ".join(reasons))
+    return reference

@@ -31,7 +31,7 @@ PARALLEL_BYTES = 1 << 20
 
 _FOLDER = Path(__file__).parent
 _NAME = "_native"
-_ABI_VERSION = 1
+_ABI_VERSION = 2
 _DTYPES = {
     torch.float32: 0,
     torch.bfloat16: 1,
@@ -77,6 +77,8 @@ class CpuStatus:
         reason: why not; empty when it can.
         path: the shared library; None when there is none.
         isa: instruction set in use, one of ``ISAS``; empty when not available.
+        isas: those that this processor has, best first.
+        compiler: what built the library; empty when not available.
         threads: most threads that a call uses: ``torch.get_num_threads()``.
     """
 
@@ -84,6 +86,8 @@ class CpuStatus:
     reason: str
     path: Path | None
     isa: str
+    isas: tuple[str, ...]
+    compiler: str
     threads: int
 
 
@@ -98,7 +102,8 @@ class CpuBackend:
         pointer, number, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
         for function in (library.daf_encode, library.daf_decode):
             function.argtypes = [pointer, number, number, pointer, pointer, pointer, long, number]
-        library.daf_isa.restype = ctypes.c_char_p
+        library.daf_isa.restype = library.daf_compiler.restype = ctypes.c_char_p
+        library.daf_has_isa.argtypes = [ctypes.c_char_p]
         library.daf_use_isa.argtypes = [ctypes.c_char_p]
         library.daf_book_create.argtypes = [pointer]
         library.daf_book_create.restype = pointer
@@ -114,6 +119,16 @@ class CpuBackend:
     def isa(self) -> str:
         """The instruction set in use."""
         return self._library.daf_isa().decode()
+
+    @property
+    def isas(self) -> tuple[str, ...]:
+        """Those of ``ISAS`` that this processor has."""
+        return tuple(isa for isa in ISAS if self._library.daf_has_isa(isa.encode()))
+
+    @property
+    def compiler(self) -> str:
+        """What the library was built with, such as ``"GCC 12.2.0"``."""
+        return self._library.daf_compiler().decode()
 
     def use_isa(self, isa: str) -> None:
         """Use ``isa``, one of ``ISAS``, from now on. It changes the speed only.
@@ -268,8 +283,8 @@ def status() -> CpuStatus:
     try:
         backend = load()
     except (RuntimeError, ValueError) as error:
-        return CpuStatus(False, str(error), _library_path(), "", threads)
-    return CpuStatus(True, "", backend.path, backend.isa, threads)
+        return CpuStatus(False, str(error), _library_path(), "", (), "", threads)
+    return CpuStatus(True, "", backend.path, backend.isa, backend.isas, backend.compiler, threads)
 
 
 def _library_path() -> Path | None:

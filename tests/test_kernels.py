@@ -422,7 +422,7 @@ def test_choice_of_backend():
         get_backend("gpu")
     with pytest.raises(RuntimeError, match="cannot serve meta"):
         get_backend("cpu", "meta")
-    assert set(BACKENDS) == {"auto", "reference", "cpu"}
+    assert set(BACKENDS) == {"auto", "reference", "cpu", "cuda"}
 
 
 FORKED = """

@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-#define DAF_ABI_VERSION 1
+#define DAF_ABI_VERSION 2
 
 #define DAF_EXPORT __attribute__((visibility("default")))
 
@@ -50,6 +50,12 @@ DAF_EXPORT int daf_abi_version(void);
 
 // The instruction set in use: "avx512", "avx2" or "baseline".
 DAF_EXPORT const char* daf_isa(void);
+
+// The compiler that this was built with, and its version.
+DAF_EXPORT const char* daf_compiler(void);
+
+// Whether this CPU and build have the named instruction set.
+DAF_EXPORT int daf_has_isa(const char* name);
 
 // Uses the named instruction set from now on. 0 where this CPU or build lacks it.
 DAF_EXPORT int daf_use_isa(const char* name);

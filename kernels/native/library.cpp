@@ -171,6 +171,16 @@ int daf_abi_version(void) { return DAF_ABI_VERSION; }
 
 const char* daf_isa(void) { return daf::active->isa; }
 
+const char* daf_compiler(void) {
+#if defined(__clang__)
+  return __VERSION__;  // names itself
+#else
+  return "GCC " __VERSION__;
+#endif
+}
+
+int daf_has_isa(const char* name) { return daf::find(name) != nullptr; }
+
 int daf_use_isa(const char* name) {
   const daf::Kernels* found = daf::find(name);
   if (found) daf::active = found;
