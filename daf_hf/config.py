@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 ALLOCATORS = ("greedy", "uniform")
-BACKENDS = ("auto", "reference", "cpu")
+BACKENDS = ("auto", "reference", "cpu", "triton")
 OVERFLOW = ("error", "spill")
 ALL_BITS = (0, 1, 2, 3, 4, 5, 6, 7, 8)
 

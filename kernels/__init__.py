@@ -14,13 +14,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from . import cpu, reference
+from . import cpu, reference, triton_loader
 from .cpu import CpuStatus
 from .format import Layout, PageSpace
 
 __all__ = ["BACKENDS", "Backend", "CpuStatus", "cpu_status", "get_backend"]
 
-BACKENDS = ("auto", "reference", "cpu")
+BACKENDS = ("auto", "reference", "cpu", "triton")
 """Names that :func:`get_backend` takes."""
 
 _logger = logging.getLogger(__name__)
@@ -45,25 +45,26 @@ def get_backend(name: str = "auto", device: torch.device | str = "cpu") -> Backe
     """The backend ``name`` for tensors on ``device``.
 
     Args:
-        name: ``"reference"`` (plain torch, any device), ``"cpu"`` (native code) or ``"auto"``,
-            the fastest that works; where that is not the native code on a CPU, this is logged
-            once.
+        name: ``"reference"`` (plain torch, any device), ``"cpu"`` (native code), ``"triton"``
+            (NVIDIA GPUs; with ``TRITON_INTERPRET=1`` the CPU) or ``"auto"``, the fastest that
+            works; where that is the reference, this is logged once.
         device: where the tensors are.
 
     Raises:
         ValueError: ``name`` is unknown.
-        RuntimeError: ``"cpu"`` was asked for and cannot serve; the message says why.
+        RuntimeError: ``"cpu"`` or ``"triton"`` was asked for and cannot serve; the message says
+            why.
     """
     if name not in BACKENDS:
         raise ValueError(f"unknown backend {name!r}: use one of {BACKENDS}")
-    on_cpu = torch.device(device).type == "cpu"
+    device = torch.device(device)
     if name == "cpu":
-        if not on_cpu:
+        if device.type != "cpu":
             raise RuntimeError(f"the backend 'cpu' cannot serve {device}: use 'auto'")
         return cpu.load()
-    if name == "auto" and on_cpu:
-        return _best_on_cpu()
-    return reference
+    if name == "triton":
+        return triton_loader.load(device)
+    return _best(device) if name == "auto" else reference
 
 
 def cpu_status() -> CpuStatus:
@@ -72,9 +73,9 @@ def cpu_status() -> CpuStatus:
 
 
 @cache
-def _best_on_cpu() -> Backend:
+def _best(device: torch.device) -> Backend:
     try:
-        return cpu.load()
+        return cpu.load() if device.type == "cpu" else triton_loader.load(device)
     except RuntimeError as error:
         _logger.warning("%s; using 'reference', which is slow", error)
         return reference
