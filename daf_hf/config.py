@@ -47,7 +47,9 @@ class DAFConfig:
         "'package.module:object', or a callable (site, probe) -> float.",
     )
     allocator: str = _option("greedy", "How bits are shared out: 'greedy' or 'uniform'.")
-    backend: str = _option("auto", "Kernels: 'auto', 'reference' (plain torch) or 'cpu' (native).")
+    backend: str = _option(
+        "auto", "Kernels: 'auto', 'reference' (plain torch), 'cpu' (native) or 'triton' (GPU)."
+    )
     on_overflow: str = _option(
         "error",
         "When even the fewest bits do not fit: 'error' refuses the budget in the first step (and "
