@@ -45,11 +45,9 @@ BOOKS = ("uniform", "normal", "root")
 CODECS = [*(f"{unit}+{book}" for unit in UNITS for book in BOOKS), "gelu", "binary"]
 QUICK_CODECS = [*(f"{unit}+normal" for unit in UNITS), "tensor+uniform", "gelu", "binary"]
 QUICK_CHOICES = [(8, torch.bfloat16)]
-CHOICES = [(bits, torch.bfloat16) for bits in (1, 2, 4, 8)]
-CHOICES += [(bits, dtype) for bits in (4, 8) for dtype in (torch.float32, torch.float16)]
-PAIR_CHOICES = [
-    (1, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.bool)
-]
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+CHOICES = [(bits, dtype) for bits in (1, 2, 4, 8) for dtype in FLOATS]
+PAIR_CHOICES = [(1, dtype) for dtype in (*FLOATS, torch.uint8, torch.bool)]
 SHAPES = [(20_000, 768), (20_000, 80)]  # rows of whole groups, and others
 ODD_SHAPES = [(1, 1), (33, 33)]  # numbers that are 1, or not divisible by 16
 FORBIDDEN = re.compile(r"\b(?:fma\.\S+|\S+\.ftz\S*|\S+\.approx\S*|div\.full\S*)")

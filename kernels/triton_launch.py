@@ -48,8 +48,8 @@ class LaunchTable:
 
 
 DEFAULT_SHAPES: Mapping[str, Shape] = {
-    "encode_groups": Shape(32, 8),
-    "encode_rows": Shape(8, 2),
+    "encode_groups": Shape(16, 4),
+    "encode_rows": Shape(4, 2),
     "encode_elements": Shape(32, 8),
     "encode_pair": Shape(32, 8),
     "finish_pair": Shape(1, 1),
