@@ -37,6 +37,7 @@ from daf_hf.codecs import Codec, parse_codec
 from daf_hf.kernels import triton_decode, triton_encode, triton_statistics
 from daf_hf.kernels.format import PAGE_BYTES, PageSpace
 from daf_hf.kernels.triton_backend import TritonBackend
+from daf_hf.kernels.triton_host import compile_options
 from daf_hf.kernels.triton_launch import Shape, launch_table
 
 TARGETS = (75, 80, 87, 90, 120)
@@ -158,7 +159,7 @@ def build(task: tuple[int, Job]) -> Result:
     kernel = next(getattr(m, job.kernel) for m in _MODULES if hasattr(m, job.kernel))
     attributes = {(index,): [["tt.divisibility", 16]] for index in job.aligned}
     source = ASTSource(kernel, dict(job.signature), dict(job.constants), attributes)
-    options = {"num_warps": job.warps, "enable_fp_fusion": False}
+    options = compile_options(Shape(0, job.warps))
     compiled = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
     usage = resources(compiled.asm["cubin"])
     forbidden = sorted(set(FORBIDDEN.findall(compiled.asm["ptx"])))

@@ -26,11 +26,20 @@ Launch = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any], Shape]
 """Launches a kernel: kernel, grid, arguments, constants, shape."""
 
 
+MAX_REGISTERS = 128
+"""Left to itself, ptxas spills a few bytes now and then, to fit one more block on a processor."""
+
+
+def compile_options(shape: Shape) -> dict[str, Any]:
+    """How every kernel is compiled: with the arithmetic that the format fixes, nothing fused."""
+    return {"num_warps": shape.warps, "enable_fp_fusion": False, "maxnreg": MAX_REGISTERS}
+
+
 def launch(
     kernel: Any, grid: tuple[int, ...], arguments: tuple, constants: dict, shape: Shape
 ) -> None:
-    """Launch ``kernel`` with the arithmetic that the format fixes: nothing is fused."""
-    kernel[grid](*arguments, **constants, num_warps=shape.warps, enable_fp_fusion=False)
+    """Launch ``kernel``."""
+    kernel[grid](*arguments, **constants, **compile_options(shape))
 
 
 class DeviceBook:

@@ -50,7 +50,7 @@ class LaunchTable:
 DEFAULT_SHAPES: Mapping[str, Shape] = {
     "encode_groups": Shape(16, 4),
     "encode_rows": Shape(4, 2),
-    "encode_elements": Shape(32, 8),
+    "encode_elements": Shape(16, 4),
     "encode_pair": Shape(32, 8),
     "finish_pair": Shape(1, 1),
     "row_statistics": Shape(16, 4),
