@@ -10,10 +10,10 @@ PYTEST_ARGS ?=
 TORCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint typecheck clean
+.PHONY: help install demo test test-triton lint typecheck clean
 
 help:  ## Show the targets
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 install: $(STAMP)  ## Create .venv and install the package with all that the rest needs
 
@@ -22,6 +22,11 @@ demo: $(STAMP)  ## Train plainly and under a budget, and compare
 
 test: $(STAMP)  ## Run the tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-triton: $(STAMP)  ## Run the Triton kernels in the interpreter, and compile them
+	$(PIP) -c constraints.txt -e ".[triton]"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/test_triton.py $(PYTEST_ARGS)
+	$(BIN)/python benchmarks/triton_compile.py --quick
 
 lint: $(STAMP)  ## Check style
 	$(BIN)/ruff check .

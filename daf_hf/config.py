@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 ALLOCATORS = ("greedy", "uniform")
-BACKENDS = ("auto", "reference", "cpu", "cuda")
+BACKENDS = ("auto", "reference", "cpu", "triton", "cuda")
 OVERFLOW = ("error", "spill")
 ALL_BITS = (0, 1, 2, 3, 4, 5, 6, 7, 8)
 
@@ -51,7 +51,8 @@ class DAFConfig:
     )
     allocator: str = _option("greedy", "How bits are shared out: 'greedy' or 'uniform'.")
     backend: str = _option(
-        "auto", "Kernels: 'auto', 'reference' (plain torch), 'cpu' or 'cuda' (native)."
+        "auto",
+        "Kernels: 'auto', 'reference' (plain torch), 'cpu' (native), 'triton' or 'cuda' (GPUs).",
     )
     on_overflow: str = _option(
         "error",

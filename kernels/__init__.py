@@ -15,16 +15,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from . import cpu, cuda, reference
+from . import cpu, cuda, reference, triton_loader
 from .cpu import CpuStatus
 from .format import Layout, PageSpace
 
 __all__ = ["BACKENDS", "CANDIDATES", "Backend", "CpuStatus", "cpu_status", "get_backend"]
 
-BACKENDS = ("auto", "reference", "cpu", "cuda")
+BACKENDS = ("auto", "reference", "cpu", "triton", "cuda")
 """Names that :func:`get_backend` takes."""
 
-CANDIDATES = {"cpu": ("cpu",), "cuda": ("cuda",)}
+CANDIDATES = {"cpu": ("cpu",), "cuda": ("triton", "cuda")}
 """What ``"auto"`` tries on each type of device, best first; the reference is the last resort."""
 
 _logger = logging.getLogger(__name__)
@@ -49,9 +49,10 @@ def get_backend(name: str = "auto", device: torch.device | str = "cpu") -> Backe
     """The backend ``name`` for tensors on ``device``.
 
     Args:
-        name: ``"reference"`` (plain torch, any device), ``"cpu"`` or ``"cuda"`` (native code), or
-            ``"auto"``, the fastest that works; where that is not native code on a CPU or a CUDA
-            device, this is logged once.
+        name: ``"reference"`` (plain torch, any device), ``"cpu"`` (native code), ``"triton"``
+            (NVIDIA GPUs; with ``TRITON_INTERPRET=1`` the CPU), ``"cuda"`` (NVIDIA GPUs) or
+            ``"auto"``, the fastest that works; where that is the reference though the device has
+            a better one, this is logged once.
         device: where the tensors are.
 
     Raises:
@@ -78,7 +79,11 @@ def _load_cpu(device: torch.device) -> Backend:
     return cpu.load()
 
 
-_LOADERS: dict[str, Callable[[torch.device], Backend]] = {"cpu": _load_cpu, "cuda": cuda.load}
+_LOADERS: dict[str, Callable[[torch.device], Backend]] = {
+    "cpu": _load_cpu,
+    "triton": triton_loader.load,
+    "cuda": cuda.load,
+}
 """A backend for a device, or a RuntimeError that says why not."""
 
 

@@ -139,13 +139,6 @@ class CpuBackend:
         if not self._library.daf_use_isa(isa.encode()):
             raise RuntimeError(f"instruction set {isa!r} is not available here: use one of {ISAS}")
 
-    def available_isas(self) -> list[str]:
-        """Those of ``ISAS`` that this processor has; which one is in use does not change."""
-        active = self._library.daf_isa()
-        available = [isa for isa in ISAS if self._library.daf_use_isa(isa.encode())]
-        self._library.daf_use_isa(active)
-        return available
-
     def encode(self, x: Tensor, layout: Layout, bits: int, table: array, space: PageSpace) -> bool:
         """As :func:`daf_hf.kernels.reference.encode`.
 
@@ -272,8 +265,8 @@ def load() -> CpuBackend:
         try:
             backend.use_isa(isa)
         except RuntimeError:
-            available = backend.available_isas()
-            raise ValueError(f"{ISA_VARIABLE}={isa!r}: use one of {available}") from None
+            message = f"{ISA_VARIABLE}={isa!r}: use one of {list(backend.isas)}"
+            raise ValueError(message) from None
     return backend
 
 

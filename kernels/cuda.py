@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .cuda_driver import CudaError, Device, Driver, Module
-from .device_pages import upload
+from .device_pages import DevicePages, upload
 from .fit import DTYPES, check_encodable, check_fit
 from .format import LANES, MAX_BITS, Codebook, Granularity, Layout, PageSpace, Statistics
 from .nvrtc import compile_cached, compiler_for
@@ -95,8 +95,8 @@ class CudaBackend:
         few = layout.granularity in (Granularity.CHANNEL, Granularity.TENSOR)
         count = 1 + 2 * max(layout.units, 1) if few else 3
         flags = torch.zeros(count, dtype=torch.int32, device=self.device)
-        pages, segments = upload(table, space, self.device)
-        job = self._job(x, layout, bits, pages, segments, space)
+        pages = upload(table, layout.pages(bits), space, self.device)
+        job = self._job(x, layout, bits, pages)
         job.flags = flags.data_ptr()
         if layout.codebook.statistics is Statistics.PAIR:
             self._launch("encode_pairs", job, layout.groups * LANES, _REDUCTION_BYTES)
@@ -119,8 +119,8 @@ class CudaBackend:
         check_fit(out, layout, bits, table, self.device)
         if not layout.numel:
             return
-        pages, segments = upload(table, space, self.device)
-        job = self._job(out, layout, bits, pages, segments, space)
+        pages = upload(table, layout.pages(bits), space, self.device)
+        job = self._job(out, layout, bits, pages)
         table_bytes = 4 << bits if job.values else 0
         self._launch("decode_groups", job, layout.groups * LANES, table_bytes)
 
@@ -160,16 +160,13 @@ class CudaBackend:
         grid = (min(-(-work // THREADS), most), rows)
         self._module.launch(kernel, grid, THREADS, shared_bytes, job, self._stream())
 
-    def _job(
-        self, x: Tensor, layout: Layout, bits: int, pages: Tensor, segments: Tensor,
-        space: PageSpace,
-    ) -> Job:  # fmt: skip
+    def _job(self, x: Tensor, layout: Layout, bits: int, pages: DevicePages) -> Job:
         book, tables = layout.codebook, self._tables_of(layout.codebook)
         values = None if tables.values is None else tables.values[(1 << bits) - 1 :].data_ptr()
         return Job(
             data=x.data_ptr(),
-            table=pages.data_ptr(),
-            segments=segments.data_ptr(),
+            table=pages.table.data_ptr(),
+            segments=pages.segments.data_ptr(),
             lut=None if tables.lut is None else tables.lut.data_ptr(),
             values=values,
             numel=layout.numel,
@@ -183,8 +180,8 @@ class CudaBackend:
             wide=layout.wide,
             bits=bits,
             type=DTYPES.index(x.dtype),
-            shift=space.pages_per_segment.bit_length() - 1,
-            mask=space.pages_per_segment - 1,
+            shift=pages.shift,
+            mask=(1 << pages.shift) - 1,
             cells=book.cells,
             grid_origin=book.grid_origin,
             grid_density=book.grid_density,

@@ -1,8 +1,12 @@
-"""Page tables and segment addresses where kernels on a device can read them."""
+"""What a kernel on a device needs to find pages: brought there in one copy.
+
+Page ``p`` of a table lies at ``segments[p >> shift] + (p & ((1 << shift) - 1)) * PAGE_BYTES``.
+"""
 
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,16 +14,38 @@ from torch import Tensor
 from .format import PageSpace
 
 
-def upload(table: array, space: PageSpace, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The page numbers ``int32 [pages]`` and segment addresses ``int64 [segments]`` on ``device``.
+@dataclass(frozen=True)
+class DevicePages:
+    """A page table and the memory it points into, on a device.
 
-    Both are copies: later changes of ``table`` and ``space`` do not show in them.
+    Attributes:
+        table: ``int32 [pages]``, the page numbers.
+        segments: ``int64``, the address of each segment, 0 where one was given back.
+        shift: log2 of the pages in a segment.
+        flag: ``int32 [1]``, zero: for a kernel to tell the host what it found.
     """
-    return _copy(table, torch.int32, device), _copy(space.pointers, torch.int64, device)
+
+    table: Tensor
+    segments: Tensor
+    shift: int
+    flag: Tensor
 
 
-def _copy(values: array, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if not values:
-        return torch.empty(0, dtype=dtype, device=device)
-    # From pageable memory: CUDA has copied it when this returns, without waiting for the device.
-    return torch.frombuffer(values, dtype=dtype).to(device, copy=True, non_blocking=True)
+def upload(table: array, count: int, space: PageSpace, device: torch.device) -> DevicePages:
+    """The first ``count`` pages of ``table`` and the segments of ``space``, on ``device``.
+
+    The host does not wait for the copy: it is ordered on the device's current stream.
+    """
+    segments = len(space.pointers)
+    host = torch.empty(2 * segments + 1 + count, dtype=torch.int32, pin_memory=device.type != "cpu")
+    words = host.numpy()
+    words[: 2 * segments] = memoryview(space.pointers).cast("B").cast("i")
+    words[2 * segments] = 0
+    words[2 * segments + 1 :] = memoryview(table)[:count]
+    here = host.to(device, non_blocking=True)
+    return DevicePages(
+        table=here[2 * segments + 1 :],
+        segments=here[: 2 * segments].view(torch.int64),
+        shift=space.pages_per_segment.bit_length() - 1,
+        flag=here[2 * segments : 2 * segments + 1],
+    )

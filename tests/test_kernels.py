@@ -44,7 +44,7 @@ def isas() -> list[str]:
     """The instruction sets that this processor has; none without the native backend."""
     if not cpu_status().available:
         return []
-    return cpu.load().available_isas()
+    return list(cpu.load().isas)
 
 
 ISAS = isas()
@@ -71,11 +71,13 @@ def native(request):
 class Pages:
     """A poisoned page space with a scattered page table, and guard pages in between."""
 
-    def __init__(self, layout: Layout, bits: int, pages_per_segment: int = 4) -> None:
+    def __init__(
+        self, layout: Layout, bits: int, pages_per_segment: int = 4, device: str = "cpu"
+    ) -> None:
         count = layout.pages(bits)
         segments = -(-(2 * count + 1) // pages_per_segment)
         data = [
-            torch.full((pages_per_segment * PAGE_BYTES,), POISON, dtype=torch.uint8)
+            torch.full((pages_per_segment * PAGE_BYTES,), POISON, dtype=torch.uint8, device=device)
             for _ in range(segments)
         ]
         pointers = array("q", [segment.data_ptr() for segment in data])
@@ -87,7 +89,7 @@ class Pages:
         self._data = data
 
     def bytes(self) -> torch.Tensor:
-        return torch.cat(self._data).view(-1, PAGE_BYTES)
+        return torch.cat(self._data).cpu().view(-1, PAGE_BYTES)
 
     def used(self) -> torch.Tensor:
         return self.bytes()[list(self.table)]
@@ -107,22 +109,27 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def check_conformance(
-    backend: Backend, x: torch.Tensor, codec: Codec, cols: int, bits: int
+    backend: Backend, x: torch.Tensor, codec: Codec, cols: int, bits: int, device: str = "cpu"
 ) -> bool:
-    """Compares ``backend`` with the reference on ``x``; returns whether it was encoded."""
+    """Compares ``backend`` on ``device`` with the reference; returns whether it was encoded."""
     layout = codec.layout(x.numel(), cols, bits)
     expected = Pages(layout, bits)
     encoded = reference.encode(x, layout, bits, expected.table, expected.space)
-    compare(backend, x, layout, bits, expected if encoded else None)
+    compare(backend, x, layout, bits, expected if encoded else None, device)
     return encoded
 
 
 def compare(
-    backend: Backend, x: torch.Tensor, layout: Layout, bits: int, expected: Pages | None
+    backend: Backend,
+    x: torch.Tensor,
+    layout: Layout,
+    bits: int,
+    expected: Pages | None,
+    device: str = "cpu",
 ) -> None:
     """``backend`` writes the ``expected`` pages and reads them; None where ``x`` is refused."""
-    actual = Pages(layout, bits)
-    encoded = backend.encode(x, layout, bits, actual.table, actual.space)
+    actual = Pages(layout, bits, device=device)
+    encoded = backend.encode(x.to(device), layout, bits, actual.table, actual.space)
     assert encoded is (expected is not None)
     actual.check_guards()
     if expected is None:
@@ -130,10 +137,11 @@ def compare(
     assert torch.equal(actual.used(), expected.used())
     for planes in {bits, bits // 2} if layout.codebook.name != "binary" else {bits}:
         table = actual.table[: layout.pages(planes)]
-        restored, oracle = poisoned(x.numel(), x.dtype), poisoned(x.numel(), x.dtype)
+        oracle = poisoned(x.numel(), x.dtype)
+        restored = oracle.to(device, copy=True)
         reference.decode(oracle, layout, planes, table, expected.space)
         backend.decode(restored, layout, planes, table, actual.space)
-        assert same_bits(restored, oracle)
+        assert same_bits(restored.cpu(), oracle)
 
 
 def values(kind: str, count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -350,14 +358,16 @@ def test_misfits_are_named(native):
             native.encode(x, layout, bits, table, pages.space)
 
 
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_python(
+    code: str, timeout: float = 120, **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code],
         cwd=Path(__file__).parent.parent,
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=timeout,
     )
 
 
@@ -387,12 +397,6 @@ def test_an_instruction_set_that_cannot_serve_is_refused(isa):
     assert result.stderr == ""
 
 
-def test_looking_for_instruction_sets_changes_none(native):
-    active = native.isa
-    assert active in native.available_isas() == ISAS
-    assert native.isa == active
-
-
 MISSING = """
 import logging
 logging.basicConfig(format="%(name)s %(levelname)s %(message)s")
@@ -416,13 +420,12 @@ def test_without_the_library_auto_falls_back_and_says_so_once():
 
 def test_choice_of_backend():
     assert get_backend("reference") is reference
-    assert get_backend("auto", "cuda").name == "reference"
     assert get_backend().name == ("cpu" if ISAS else "reference")
     with pytest.raises(ValueError, match="unknown backend 'gpu'"):
         get_backend("gpu")
     with pytest.raises(RuntimeError, match="cannot serve meta"):
         get_backend("cpu", "meta")
-    assert set(BACKENDS) == {"auto", "reference", "cpu", "cuda"}
+    assert set(BACKENDS) == {"auto", "reference", "cpu", "triton", "cuda"}
 
 
 FORKED = """
