@@ -18,7 +18,11 @@ class Probe(Protocol):
     """What calibration offers to a metric."""
 
     def gradient_error(self, site: SaveSite) -> float:
-        """Squared relative change of the gradient when this site alone is quantized."""
+        """Squared relative change of the gradient when this site alone is quantized.
+
+        The gradients of PEFT's adapters and of what it trains in full beside them are taken
+        separately, each relative to its own norm, and their changes are added.
+        """
         ...
 
     def distortion(self, site: SaveSite) -> float:
@@ -81,7 +85,8 @@ def resolve_importance(spec: str | Metric) -> Metric:
 def gradient(site: SaveSite, probe: Probe) -> float:
     """Measured: quantize this site alone, compare the gradients of all trained parameters.
 
-    ``|g(site quantized) - g|^2 / |g|^2 / distortion``, on a probe batch with dropout fixed.
+    ``|g(site quantized) - g|^2 / |g|^2 / distortion``, on a probe batch with dropout fixed; see
+    :meth:`Probe.gradient_error`.
     """
     distortion = probe.distortion(site)
     return probe.gradient_error(site) / distortion if distortion > 0 else 0.0

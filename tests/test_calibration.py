@@ -270,6 +270,27 @@ def test_a_failed_calibration_is_not_repeated_every_step(caplog):
     assert [r.args[0] for r in caplog.records if "no calibration" in r.msg] == [0, 3]
 
 
+def test_a_large_head_does_not_hide_the_adapters():
+    """With the head's gradient scaled up, what serves the adapters stays as important."""
+    importances = []
+    for scale in (1.0, 100.0):
+        model, inputs = build("bert", dropout=0.0), batch("bert")
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                parameter.register_hook(lambda gradient, scale=scale: gradient * scale)
+        daf, compressor = compressed(model, 5.0)
+        gradients(model, inputs, daf)
+        importances.append(
+            {
+                site.name: site.importance
+                for site in compressor.tracker.sites.values()
+                if ".lora_B" in site.module and site.importance
+            }
+        )
+    assert importances[0]
+    assert importances[0] == pytest.approx(importances[1], rel=1e-3)
+
+
 @pytest.mark.parametrize("padded", ["masked prompt", "left padding"])
 def test_a_loss_on_the_last_tokens_alone(padded):
     """A probe of the first tokens would find no gradient, and leave LoRA's B at zero."""
