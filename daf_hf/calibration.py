@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -87,10 +88,7 @@ class Calibration:
         self._limit = compressor.arena.limit_bytes * SHARE_OF_BUDGET
         named = [(n, p) for n, p in compressor.model.named_parameters() if p.requires_grad]
         self._parameters = [parameter for _, parameter in named]
-        whole = [MODULES_TO_SAVE in name for name, _ in named]
-        self._groups = [
-            [index for index, one in enumerate(whole) if one is kind] for kind in (False, True)
-        ]
+        self._kinds = _kinds([name for name, _ in named])
         widths = [b for b in compressor.config.bits if b] or [max(compressor.config.bits)]
         self._bits = min(widths, key=lambda bits: abs(bits - PROBE_BITS))
         self._codecs: dict[SaveSite, Codec] = {}
@@ -280,18 +278,26 @@ class Calibration:
     def gradient_error(self, site: SaveSite) -> float:
         """See :class:`daf_hf.importance.Probe`.
 
-        The adapters' gradient counts by itself, relative to its own norm: that of a head trained
-        in full is often many times larger, and would hide whatever befalls it.
+        Parameters of one kind (the same in every layer) count together, relative to their own
+        norm, and kinds by their number of elements: Adam's steps do not follow the gradient's
+        scale. A head's or the value projections' gradient is often many times that of the query
+        projections, and would hide whatever befalls those. What PEFT trains in full beside the
+        adapters is averaged by itself.
         """
         assert self._graph is not None
         if any(item.restored is None for item in self._graph.items[site]):
             self.distortion(site)
         change = self._graph.change(site, self._parameters)
         total = 0.0
-        for group in self._groups:
-            norm = _square([self._reference[index] for index in group])
-            if norm > 0:
-                total += _square([change[index] for index in group]) / norm
+        for kinds in self._kinds:
+            error = elements = 0.0
+            for kind in kinds:
+                norm = _square([self._reference[index] for index in kind])
+                if norm > 0:
+                    count = sum(self._parameters[index].numel() for index in kind)
+                    error += count * _square([change[index] for index in kind]) / norm
+                    elements += count
+            total += error / elements if elements else 0.0
         return total
 
     def _moves_off_zero(self, graph: Graph) -> tuple[dict[nn.Parameter, Tensor], bool]:
@@ -328,6 +334,15 @@ class Calibration:
         examples = max(size.examples, asked)
         for start in range(0, examples, size.examples):
             yield start, min(size.examples, examples - start)
+
+
+def _kinds(names: list[str]) -> tuple[list[list[int]], list[list[int]]]:
+    """Indices of the parameters of each kind: of adapters (or of all), and of those beside them."""
+    kinds: tuple[dict[str, list[int]], dict[str, list[int]]] = ({}, {})
+    for index, name in enumerate(names):
+        kind = re.sub(r"\.\d+(?=\.)", "", name)
+        kinds[MODULES_TO_SAVE in name].setdefault(kind, []).append(index)
+    return list(kinds[0].values()), list(kinds[1].values())
 
 
 @contextmanager

@@ -45,14 +45,22 @@ class compress_activations:
     """
 
     def __init__(self, model: nn.Module, config: Any = None, **options: Any) -> None:
-        self._session = _session_for(model, DAFConfig.build(config, **options))
+        self._config = DAFConfig.build(config, **options)
+        session = _SESSIONS.get(model)
+        if session is None or session.config.with_budget(self._config.budget_mb) != self._config:
+            if Session.of(model) is not None:
+                raise ValueError(_OTHER_OPTIONS)
+            session = _SESSIONS[model] = Session(model, self._config)
+        self._session = session
         self._scope: Any = None
         self._outermost = False
 
     def __enter__(self) -> compress_activations:
         active = Session.of(self._session.compressor.model)
-        if active is not None and active is not self._session:
+        if active not in (None, self._session) or (active and active.config != self._config):
             raise ValueError(_OTHER_OPTIONS)
+        if self._session.config != self._config:
+            self._session.set_budget(self._config.budget_mb)
         self._outermost = not self._session.installed
         self._session.install()
         self._scope = self._session.compressor.scope()
@@ -84,17 +92,3 @@ class compress_activations:
     def report(self) -> MemoryReport:
         """What was held so far."""
         return self._session.report()
-
-
-def _session_for(model: nn.Module, config: DAFConfig) -> Session:
-    """The model's session, with what was learnt under the same options but for the budget."""
-    session = _SESSIONS.get(model)
-    if session is not None and session.config == config:
-        return session
-    if Session.of(model) is not None:
-        raise ValueError(_OTHER_OPTIONS)
-    if session is not None and session.config.with_budget(config.budget_mb) == config:
-        session.set_budget(config.budget_mb)
-        return session
-    session = _SESSIONS[model] = Session(model, config)
-    return session

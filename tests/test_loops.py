@@ -49,8 +49,8 @@ def test_around_the_micro_batch_or_the_loop(whole_loop):
 def test_what_was_learnt_stays_with_the_model():
     model = build("bert")
     sessions = []
-    for budget in (0.3, 0.3, 0.4):
-        with compress_activations(model, budget_mb=budget) as daf:
+    for options in ({}, {}, {"importance": "error"}):
+        with compress_activations(model, budget_mb=0.3, **options) as daf:
             loss_of(model(**batch("bert"))).backward()
         sessions.append(daf._session)
     assert sessions[0] is sessions[1] is not sessions[2]
@@ -122,8 +122,12 @@ def test_nested_blocks():
         assert inner._session is outer._session
         assert outer._session.installed
         loss_of(model(**inputs)).backward()
-        with pytest.raises(ValueError, match="compressed already, with other options"):
-            compress_activations(model, budget_mb=0.6)
+        for options in ({"budget_mb": 0.6}, {"budget_mb": 0.5, "importance": "error"}):
+            with (
+                pytest.raises(ValueError, match="compressed already, with other options"),
+                compress_activations(model, **options),
+            ):
+                pass
         names = [site.name for site in outer.report.sites]
         assert len(names) == len({name for name in names if not name.startswith("model/")}) + sum(
             name.startswith("model/") for name in names
