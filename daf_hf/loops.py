@@ -45,22 +45,20 @@ class compress_activations:
     """
 
     def __init__(self, model: nn.Module, config: Any = None, **options: Any) -> None:
-        self._config = DAFConfig.build(config, **options)
+        built = DAFConfig.build(config, **options)
         session = _SESSIONS.get(model)
-        if session is None or session.config.with_budget(self._config.budget_mb) != self._config:
+        if session is None or session.config != built:
             if Session.of(model) is not None:
                 raise ValueError(_OTHER_OPTIONS)
-            session = _SESSIONS[model] = Session(model, self._config)
+            session = _SESSIONS[model] = Session(model, built)
         self._session = session
         self._scope: Any = None
         self._outermost = False
 
     def __enter__(self) -> compress_activations:
         active = Session.of(self._session.compressor.model)
-        if active not in (None, self._session) or (active and active.config != self._config):
+        if active not in (None, self._session):
             raise ValueError(_OTHER_OPTIONS)
-        if self._session.config != self._config:
-            self._session.set_budget(self._config.budget_mb)
         self._outermost = not self._session.installed
         self._session.install()
         self._scope = self._session.compressor.scope()

@@ -318,6 +318,7 @@ def _wrap_forward(model: nn.Module, session: weakref.ref[Session]) -> Callable[[
     """Let a session see the model's forward passes; returns what undoes it."""
     own, original = model.__dict__.get("forward"), model.forward
     reference = weakref.ref(model)
+    method = original.__func__ if getattr(original, "__self__", None) is model else None
     # A compiler traces the model, never us; these two also undo what it does around us.
     begin: Any = torch.compiler.disable(Session._begin_pass)
     end: Any = torch.compiler.disable(Session._end_pass)
@@ -327,8 +328,7 @@ def _wrap_forward(model: nn.Module, session: weakref.ref[Session]) -> Callable[[
     @torch.compiler.disable(recursive=False)
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if module is not reference():
-            plain = original if own is not None else type(module).forward.__get__(module)
-            return plain(*args, **kwargs)
+            return method.__get__(module)(*args, **kwargs) if method else original(*args, **kwargs)
         this = session()
         if this is None or not this.installed or not torch.is_grad_enabled():
             return original(*args, **kwargs)

@@ -78,31 +78,39 @@ def test_every_metric_and_allocator_trains(metric, allocator):
 
 
 class TwoBranches(nn.Module):
-    """Two branches with equal tensors, of which one hardly counts."""
+    """Two branches with equal tensors, of which one hardly counts: two layers, or two kinds."""
 
-    def __init__(self):
+    def __init__(self, names):
         super().__init__()
         torch.manual_seed(0)
-        self.loud, self.quiet = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.branches = nn.ModuleDict({name: nn.Linear(64, 64) for name in names})
 
     def forward(self, x, y):
-        return {"loss": (self.loud(x).square() + 1e-3 * self.quiet(y).square()).mean()}
+        loud, quiet = self.branches.values()
+        return {"loss": (loud(x).square() + 1e-3 * quiet(y).square()).mean()}
+
+
+def two_importances(names, metric):
+    model = TwoBranches(names)
+    daf, compressor = compressed(model, 0.2, importance=metric)
+    x = torch.randn(256, 64, generator=torch.Generator().manual_seed(0))
+    gradients(model, {"x": x, "y": x.flip(0)}, daf)
+    sites = {s.module: s.importance for s in compressor.tracker.sites.values() if s.module}
+    return [sites[f"branches.{name}"] for name in names]
 
 
 def test_gradient_importance_ranks_by_what_counts():
-    model = TwoBranches()
-    daf, compressor = compressed(model, 0.2)
-    x = torch.randn(256, 64, generator=torch.Generator().manual_seed(0))
-    inputs = {"x": x, "y": x.flip(0)}
-    gradients(model, inputs, daf)
-    importances = {s.module: s.importance for s in compressor.tracker.sites.values() if s.module}
-    assert importances["loud"] > 1000 * importances["quiet"] > 0
+    loud, quiet = two_importances(["0", "1"], "gradient")
+    assert loud > 1000 * quiet > 0
 
 
-def test_error_importance_is_blind_to_that():
-    model = TwoBranches()
-    daf, compressor = compressed(model, 0.2, importance="error")
-    x = torch.randn(256, 64, generator=torch.Generator().manual_seed(0))
-    gradients(model, {"x": x, "y": x.flip(0)}, daf)
-    importances = {s.module: s.importance for s in compressor.tracker.sites.values() if s.module}
-    assert importances["loud"] == pytest.approx(importances["quiet"], rel=0.5)
+def test_kinds_of_parameters_count_alike():
+    """Adam moves each as far as the other, whatever the scale of its gradient."""
+    loud, quiet = two_importances(["loud", "quiet"], "gradient")
+    assert loud == pytest.approx(quiet, rel=0.5)
+
+
+@pytest.mark.parametrize("names", [["0", "1"], ["loud", "quiet"]])
+def test_error_importance_is_blind_to_that(names):
+    loud, quiet = two_importances(names, "error")
+    assert loud == pytest.approx(quiet, rel=0.5)

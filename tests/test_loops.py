@@ -136,9 +136,8 @@ def test_nested_blocks():
 
 
 def test_the_budget_is_that_of_the_block():
-    """What is learnt stays; a budget that was set inside an earlier block does not."""
+    """Not that which was set inside an earlier one."""
     model, inputs = build("bert"), batch("bert")
-    sessions = []
     for budget in ("0.5", 0.5, 0.7):
         with compress_activations(model, budget_mb=budget) as daf:
             assert daf.report.budget_bytes == float(budget) * 1e6
@@ -146,8 +145,6 @@ def test_the_budget_is_that_of_the_block():
             daf.step()
             daf.set_budget("0.4")
             assert daf.report.budget_bytes == 0.4e6
-        sessions.append(daf._session)
-    assert sessions[0] is sessions[1] is sessions[2]
 
 
 def test_a_block_left_open_by_nobody_is_no_obstacle():
