@@ -207,7 +207,9 @@ class Calibration:
     def _measure_at(self, size: Batch) -> None:
         """Probe as many examples as asked for, in graphs of this size."""
         weighted: dict[SaveSite, float] = {}
-        weights = 0.0
+        at_zero: dict[SaveSite, float] = {}
+        config, weights = self.compressor.config, 0.0
+        zero_too = config.importance == "gradient" and 0 in config.bits
         for start, count in self._parts(size):
             with self._build(start, Batch(count, size.tokens)) as graph:
                 graph.find_readers()
@@ -221,10 +223,16 @@ class Calibration:
                 for site in self._large_sites():
                     if site in graph.items:
                         weighted[site] = weighted.get(site, 0.0) + weight * self._value(site)
+                        if zero_too:
+                            error = self._error_at_zero(site)
+                            at_zero[site] = at_zero.get(site, 0.0) + weight * error
                         for item in graph.items[site]:
                             item.restored = None
         if weights > 0:
             self._learn({site: total / weights for site, total in weighted.items()})
+            for site, total in at_zero.items():
+                old, error = site.error_at_zero, total / weights
+                site.error_at_zero = error if old is None else (old + error) / 2
 
     def _value(self, site: SaveSite) -> float:
         """What the metric says of a site."""
@@ -287,6 +295,22 @@ class Calibration:
         assert self._graph is not None
         if any(item.restored is None for item in self._graph.items[site]):
             self.distortion(site)
+        return self._change_of(site)
+
+    def _error_at_zero(self, site: SaveSite) -> float:
+        """The gradient error when every element is its unit's mean.
+
+        That error is coherent, unlike rounding's: what was measured at a few bits does not tell.
+        (Softmax outputs at their mean let the gradient of the values double.)
+        """
+        assert self._graph is not None
+        codec = min(site.distortions, key=lambda codec: site.distortions[codec][0])
+        for item in self._graph.items[site]:
+            item.restored, _ = self._gauge.restore(item, codec, 0)
+        return self._change_of(site)
+
+    def _change_of(self, site: SaveSite) -> float:
+        assert self._graph is not None
         change = self._graph.change(site, self._parameters)
         total = 0.0
         for kinds in self._kinds:

@@ -136,8 +136,9 @@ class Planner:
         numel, cols = site.probed.predict(batch)
         cols = cols if cols and numel % cols == 0 else 1
         pages = codec.layout(numel, cols, bits).pages(bits)
-        costs = tuple(site.importance * d for d in site.distortions[codec])
-        return Option(pages * PAGE_COST * site.probed.uses, costs[bits], codec, bits, costs)
+        costs = [site.importance * d for d in site.distortions[codec]]
+        costs[0] = max(costs[0], site.error_at_zero or 0.0)
+        return Option(pages * PAGE_COST * site.probed.uses, costs[bits], codec, bits, tuple(costs))
 
     def _exact(self, site: SaveSite, batch: Batch) -> Option:
         assert site.probed is not None

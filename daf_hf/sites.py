@@ -61,6 +61,8 @@ class SaveSite:
         nbytes: unique bytes that the site adds to plain training's, in the last step.
         probed: what calibration saw; None before.
         importance: squared relative gradient error per unit of ``distortion`` (moving average).
+        error_at_zero: squared relative gradient error with the site at 0 bits, measured (moving
+            average); None where it was not.
         distortions: for each candidate codec its distortion at 0..8 bits, relative to the
             tensor's own energy in the consumer's terms.
         candidates: the codecs and widths worth offering to the allocator.
@@ -79,6 +81,7 @@ class SaveSite:
     nbytes: int = 0
     probed: Probed | None = None
     importance: float | None = None
+    error_at_zero: float | None = None
     distortions: dict[Codec, tuple[float, ...]] = field(default_factory=dict)
     candidates: list[tuple[Codec, int]] = field(default_factory=list)
     two_valued: bool = False

@@ -14,7 +14,7 @@ import torch
 from tiny import batch, build, compressed, gradients, hooks_on_stack, loss_of, nothing_held
 from torch import nn
 
-from daf_hf.batches import scalar_loss
+from daf_hf.batches import batch_of, scalar_loss
 from daf_hf.calibration import untouched
 
 
@@ -268,6 +268,47 @@ def test_a_failed_calibration_is_not_repeated_every_step(caplog):
             gradients(model, inputs, daf)
             daf.step()
     assert [r.args[0] for r in caplog.records if "no calibration" in r.msg] == [0, 3]
+
+
+class Pools(nn.Module):
+    """Averages values with weights that are nearly one-hot: at their mean they say nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.value = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        weights = (self.query(x) * 20).softmax(-1)
+        return {"loss": (weights @ self.value(x)).square().mean()}
+
+
+def test_zero_bits_are_measured():
+    """Every element at its mean is another error than rounding's, and is priced as measured."""
+    torch.manual_seed(0)
+    model, x = Pools(), torch.randn(8, 64, 64)
+    daf, compressor = compressed(model, 0.5, calibration_batch=8)
+    gradients(model, {"x": x}, daf)
+    sites = [s for s in compressor.tracker.sites.values() if s.candidates]
+    assert sites
+    for site in sites:
+        assert site.error_at_zero > 0
+        for codec, bits in site.candidates:
+            option = daf._session.planner._option(site, batch_of(((), {"x": x})), codec, bits)
+            assert option.costs[0] >= site.error_at_zero
+            assert option.costs[1:] == tuple(
+                site.importance * d for d in site.distortions[codec][1:]
+            )
+    weights = next(s for s in sites if "SoftmaxBackward" in s.consumer)
+    extrapolated = weights.importance * min(d[0] for d in weights.distortions.values())
+    assert weights.error_at_zero > 1.2 * extrapolated or weights.error_at_zero > 0.5
+
+
+def test_zero_bits_that_are_not_allowed_are_not_measured():
+    model, inputs = build("bert"), batch("bert")
+    for options in ({"bits": (1, 2)}, {"importance": "error"}):
+        daf, compressor = compressed(model, 0.5, **options)
+        gradients(model, inputs, daf)
+        assert all(s.error_at_zero is None for s in compressor.tracker.sites.values())
 
 
 def test_a_large_head_does_not_hide_the_adapters():
