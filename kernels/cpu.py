@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .format import MAX_BITS, Codebook, Layout, PageSpace, Statistics
+from .fit import check_encodable, check_fit
+from .format import MAX_BITS, Codebook, Layout, PageSpace
 
 ISA_VARIABLE = "DAF_HF_ISA"
 """Environment variable that forces an instruction set: ``avx512``, ``avx2`` or ``baseline``."""
@@ -39,7 +40,7 @@ _DTYPES = {
     torch.uint8: 3,
     torch.bool: 4,
 }
-_FLOATS = 3  # dtype codes below this are floating point
+_CPU = torch.device("cpu")
 
 
 class _Codebook(ctypes.Structure):
@@ -146,11 +147,7 @@ class CpuBackend:
             ValueError: ``x``, ``bits`` or ``table`` does not fit ``layout``.
         """
         address, dtype, threads = self._check(x, layout, bits, table)
-        if layout.codebook.statistics is Statistics.PAIR:
-            if bits != 1:
-                raise ValueError(f"a two-valued tensor is encoded at 1 bit, not {bits}")
-        elif dtype >= _FLOATS:
-            raise ValueError(f"codebook {layout.codebook.name!r} cannot encode {x.dtype}")
+        check_encodable(x, layout, bits)
         result = self._encode(
             address,
             bits,
@@ -189,24 +186,12 @@ class CpuBackend:
 
     def _check(self, x: Tensor, layout: Layout, bits: int, table: array) -> tuple[int, int, int]:
         """Address of the layout's descriptor, dtype code, threads to use."""
-        dtype = _DTYPES.get(x.dtype)
-        if dtype is None:
-            raise ValueError(f"dtype {x.dtype} is not supported: use one of {list(_DTYPES)}")
-        if x.numel() != layout.numel or not x.is_contiguous() or not x.is_cpu:
-            raise ValueError(
-                f"expected a contiguous CPU tensor of {layout.numel} elements, "
-                f"got shape {tuple(x.shape)}, strides {x.stride()}, device {x.device}"
-            )
-        if not 0 <= bits <= MAX_BITS or len(table) < layout.pages(bits):
-            raise ValueError(
-                f"{bits} bits need 0 <= bits <= {MAX_BITS} and {layout.pages(bits)} pages, "
-                f"got a table of {len(table)}"
-            )
+        check_fit(x, layout, bits, table, _CPU)
         entry = self._layouts.get(layout)
         if entry is None:
             entry = self._layouts[layout] = self._describe(layout)
         threads = torch.get_num_threads() if x.nbytes >= PARALLEL_BYTES else 1
-        return entry[1], dtype, threads
+        return entry[1], _DTYPES[x.dtype], threads
 
     def _describe(self, layout: Layout) -> tuple[_Layout, int]:
         """The layout's descriptor and its address."""
