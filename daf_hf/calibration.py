@@ -119,6 +119,7 @@ class Calibration:
         with self._pilot() as pilot:
             bytes_per_token = pilot.nbytes / (pilot.batch.examples * pilot.batch.tokens)
             pilot.find_readers()
+            _learn_derived(pilot)
             self._survey(pilot)
             moves, complete = self._moves_off_zero(pilot)
         if not complete:  # what the pilot left out may be what the loss is about
@@ -226,8 +227,7 @@ class Calibration:
                         if zero_too:
                             error = self._error_at_zero(site)
                             at_zero[site] = at_zero.get(site, 0.0) + weight * error
-                        for item in graph.items[site]:
-                            item.restored = None
+                        graph.restore(site)
         if weights > 0:
             self._learn({site: total / weights for site, total in weighted.items()})
             for site, total in at_zero.items():
@@ -358,6 +358,13 @@ class Calibration:
         examples = max(size.examples, asked)
         for start in range(0, examples, size.examples):
             yield start, min(size.examples, examples - start)
+
+
+def _learn_derived(graph: Graph) -> None:
+    """Tell the sites whose tensors all follow from others; steps may have doubted it since."""
+    for site, items in graph.items.items():
+        follow = all(item.expression is not None for item in items)
+        site.derived = follow and not site.doubted
 
 
 def _kinds(names: list[str]) -> tuple[list[list[int]], list[list[int]]]:

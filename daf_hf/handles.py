@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor
 
 from .arena import Stored
+from .derivations import Expression
 from .refusal import Refusal
 from .sites import SaveSite
 from .spill import SpillFile
-from .tensors import flatten
+from .tensors import flatten, is_contiguous, is_ordinary
 
 _EMPTY: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
@@ -169,6 +171,10 @@ class Physical(ABC):
     def flat(self) -> Tensor:
         """The elements as a contiguous 1-D tensor."""
 
+    def own(self) -> Tensor:
+        """The same, in memory that the caller may change."""
+        return self.flat()
+
 
 class Pages(Physical):
     """Elements in the arena."""
@@ -216,6 +222,27 @@ class Copy(Physical):
 
     def flat(self) -> Tensor:
         return self.elements
+
+    def own(self) -> Tensor:
+        return self.elements.clone()
+
+
+class Derived(Physical):
+    """Elements that are evaluated again from others that are held."""
+
+    __slots__ = ("dtype", "expression")
+
+    def __init__(self, site: SaveSite, expression: Expression, dtype: torch.dtype) -> None:
+        super().__init__(site)
+        self.expression = expression
+        self.dtype = dtype
+
+    def flat(self) -> Tensor:
+        return self.expression.evaluate(_own).to(self.dtype)
+
+
+def _own(source: Physical | Tensor) -> Tensor:
+    return source.clone() if isinstance(source, Tensor) else source.own()
 
 
 class Spilled(Physical):
@@ -276,3 +303,12 @@ class View(Handle):
 
     def _restore(self) -> Tensor:
         return self.physical.flat().as_strided(self.shape, self.stride)
+
+
+def source_of(packed: Any) -> tuple[Physical | Tensor, int] | None:
+    """What a handle's elements can be had from, and their number, if they lie row by row."""
+    if isinstance(packed, View) and is_contiguous(packed.shape, packed.stride):
+        return packed.physical, math.prod(packed.shape)
+    if isinstance(packed, Kept) and is_ordinary(packed.tensor) and packed.tensor.is_contiguous():
+        return packed.tensor.view(-1), packed.tensor.numel()
+    return None

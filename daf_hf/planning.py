@@ -150,6 +150,8 @@ class Planner:
         assert site.probed is not None
         numel, cols = site.probed.predict(batch)
         nbytes = numel * site.dtype.itemsize
+        if site.derived and nbytes >= SMALLEST_BYTES:
+            return 0
         if site.two_valued and nbytes >= SMALLEST_BYTES:
             nbytes = BINARY.layout(numel, cols or 1, 1).pages(1) * PAGE_COST
         return nbytes * site.probed.uses

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,11 +18,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .batches import Inputs, batch_of, scalar_loss
 from .codecs import Codec
+from .derivations import Expression, derivation
 from .gauge import Gauge, sample
 from .hook_stack import pop_hooks, push_hooks
 from .saved_tensors import COMPRESSIBLE, SMALLEST_BYTES, Compressor
 from .sites import SaveSite
-from .tensors import columns, flatten, geometry, is_ordinary, is_two_valued
+from .tensors import columns, flatten, geometry, is_contiguous, is_ordinary, is_two_valued
+
+DERIVED_TOLERANCE = 8.0
+"""How far what is evaluated may be off, in roundings of the tensor's largest element."""
 
 
 class ProbeTooLargeError(Exception):
@@ -38,6 +43,7 @@ class Item:
         shape, column: of the saved tensor; the dimension whose neighbours are adjacent (-1: none).
         restored: what a perturbed backward pass reads instead.
         readers: the autograd nodes that read it.
+        expression: how the elements follow from other items, if they do.
     """
 
     site: SaveSite
@@ -46,11 +52,16 @@ class Item:
     column: int
     restored: Tensor | None = None
     readers: set[Any] = field(default_factory=set)
+    expression: Expression | None = None
 
     @property
     def cols(self) -> int:
         """Columns of the elements."""
         return columns(self.shape, self.column, self.flat.numel())
+
+    def own(self) -> Tensor:
+        """The elements, or what is read instead, in memory that the caller may change."""
+        return (self.flat if self.restored is None else self.restored).clone()
 
 
 @dataclass(eq=False)
@@ -106,12 +117,12 @@ class _Pass(ABC):
             extent, column, _ = geometry(shape, stride)
         if key not in self._known:
             item = Item(site, flatten(tensor, extent), tuple(shape), column)
-            self._known[key] = self._first(item)
+            self._known[key] = self._first(item, tensor)
         return self._again(self._known[key], shape, stride)
 
     @abstractmethod
-    def _first(self, item: Item) -> Any:
-        """Elements that were not seen before in this pass."""
+    def _first(self, item: Item, tensor: Tensor) -> Any:
+        """Elements that were not seen before in this pass, of this tensor."""
 
     @abstractmethod
     def _again(self, known: Any, shape: torch.Size, stride: tuple[int, ...]) -> Any:
@@ -146,6 +157,7 @@ class Graph(_Pass):
         super().__init__(compressor)
         self.batch = batch_of(inputs)
         self.items: dict[SaveSite, list[Item]] = {}
+        self._derived: list[Item] = []
         self._limit = limit_bytes
         self._reader: tuple[Any, str] | None = None
         self._incoming: dict[Any, tuple[Tensor | None, ...]] = {}
@@ -154,11 +166,35 @@ class Graph(_Pass):
         with self._watching():
             self.loss = scalar_loss(forward(*args, **kwargs), compressor.config.seed)
 
-    def _first(self, item: Item) -> Item:
+    def _first(self, item: Item, tensor: Tensor) -> Item:
         if self.nbytes > self._limit:
             raise ProbeTooLargeError
+        if self._follows(item, tensor):
+            self._derived.append(item)
         self.items.setdefault(item.site, []).append(item)
         return item
+
+    def _follows(self, item: Item, tensor: Tensor) -> bool:
+        """Find what the item follows from, and confirm it by its elements."""
+        exact = item.flat
+        item.expression = derivation(tensor, exact.numel(), _source_of)
+        if item.expression is None or not exact.dtype.is_floating_point:
+            return False
+        error = (item.expression.evaluate(_own) - exact.float()).abs().max()
+        rounding = torch.finfo(exact.dtype).eps * exact.abs().max()
+        if float(error) <= DERIVED_TOLERANCE * float(rounding):
+            return True
+        item.expression = None
+        return False
+
+    def _derived_from(self, items: Iterable[Item]) -> list[Item]:
+        """These items and all that follow from them, in the order in which they were saved."""
+        found = dict.fromkeys(items)
+        for item in self._derived:
+            assert item.expression is not None
+            if any(source in found for source in item.expression.sources()):
+                found[item] = None
+        return list(found)
 
     def _again(self, known: Item, shape: torch.Size, stride: tuple[int, ...]) -> _Saved:
         return _Saved(known, shape, stride)
@@ -190,6 +226,12 @@ class Graph(_Pass):
                     getattr(node, slot)
                 finally:
                     self._reader = None
+        # Who reads what is derived reads, in effect, what it is derived from.
+        for item in reversed(self._derived):
+            assert item.expression is not None
+            for source in item.expression.sources():
+                if isinstance(source, Item):
+                    source.site.consumers |= item.site.consumers
 
     def __enter__(self) -> Graph:
         return self
@@ -201,6 +243,8 @@ class Graph(_Pass):
         for items in self.items.values():
             for item in items:
                 item.readers.clear()
+                item.expression = None
+        self._derived.clear()
         self.items.clear()
         self._known.clear()
         self._incoming.clear()
@@ -218,15 +262,24 @@ class Graph(_Pass):
                 hook.remove()
         return self._reference
 
+    def restore(self, site: SaveSite) -> None:
+        """Let the site's items, and what follows from them, be read as they are again."""
+        for item in self._derived_from(self.items[site]):
+            item.restored = None
+
     def change(self, site: SaveSite, parameters: list[nn.Parameter]) -> list[Tensor | None]:
         """Change of the gradients when the site's items are read as ``restored``.
 
-        A backward pass is linear in the gradients that flow through it, so only the change of
-        what the site's readers give on has to be followed, and only below them.
+        What is derived from them is then evaluated from that. A backward pass is linear in the
+        gradients that flow through it, so only the change of what the readers give on has to be
+        followed, and only below them.
         """
         changes: dict[Any, Tensor] = {}
         edges: dict[GradientEdge, Tensor] = {}
-        items = self.items[site]
+        items = self._derived_from(self.items[site])
+        for item in items:
+            if item.expression is not None:
+                item.restored = item.expression.evaluate(_own).to(item.flat.dtype)
         nodes = {node for item in items for node in item.readers if node in self._incoming}
         if not all(callable(node) for node in nodes):  # nodes written in Python are not
             whole = _gradients([self.loss], parameters, None)
@@ -260,6 +313,20 @@ class Graph(_Pass):
             _sum(gradient, changes.get(parameter))
             for gradient, parameter in zip(below, parameters, strict=True)
         ]
+
+
+def _source_of(packed: Any) -> tuple[Item | Tensor, int] | None:
+    """What a packed tensor's elements can be had from, if they lie row by row."""
+    if isinstance(packed, _Saved):
+        row_by_row = is_contiguous(packed.shape, packed.stride)
+        return (packed.item, math.prod(packed.shape)) if row_by_row else None
+    if isinstance(packed, Tensor) and is_ordinary(packed) and packed.is_contiguous():
+        return packed.view(-1), packed.numel()
+    return None
+
+
+def _own(source: Item | Tensor) -> Tensor:
+    return source.clone() if isinstance(source, Tensor) else source.own()
 
 
 def _gradients(
@@ -337,7 +404,7 @@ class Survey(_Pass):
         with self._watching():
             forward(*args, **kwargs)
 
-    def _first(self, item: Item) -> bool:
+    def _first(self, item: Item, tensor: Tensor) -> bool:
         found = self.findings.get(item.site)
         if found is None:
             self.findings[item.site] = self._find(item)
@@ -367,6 +434,7 @@ class Survey(_Pass):
         )
         if flat.nbytes >= SMALLEST_BYTES and item.site.compressible:
             finding.two_valued = is_two_valued(flat)
-            if not finding.two_valued and flat.dtype in COMPRESSIBLE:
+            derived = item.site.derived
+            if not finding.two_valued and not derived and flat.dtype in COMPRESSIBLE:
                 finding.distortions = self._gauge.distortions(item)
         return finding

@@ -24,9 +24,11 @@ from .accounting import Ledger
 from .arena import PAGE_COST, Arena, Stored
 from .codecs import BINARY, FRUGAL, GENERAL, Codec
 from .config import DAFConfig
+from .derivations import derivation
 from .handles import (
     Copy,
     DeferredEnds,
+    Derived,
     Handle,
     Kept,
     Lease,
@@ -36,6 +38,7 @@ from .handles import (
     Refused,
     Spilled,
     View,
+    source_of,
 )
 from .hook_stack import pop_hooks, push_hooks, top_hooks
 from .kernels import get_backend
@@ -262,6 +265,10 @@ class Compressor:
             key = (*key, shape, stride)
         reference = self._physicals.get(key)
         physical = reference() if reference is not None else None
+        if physical is None and site.derived and whole:
+            physical = self._derive(tensor, extent, site)
+            if physical is not None:
+                self._physicals[key] = weakref.ref(physical, self._forget(key))
         if physical is None or (physical.private and physical.site is not site):
             source = tensor if whole else tensor.detach().contiguous()
             if not whole:
@@ -275,6 +282,18 @@ class Compressor:
         if not whole:
             stride = contiguous_stride(shape)
         return View(tensor, shape, stride, physical, lease)
+
+    def _derive(self, tensor: Tensor, numel: int, site: SaveSite) -> Physical | None:
+        """Store nothing: the elements follow from what is held already."""
+        if self.wants_pages(flatten(tensor, numel), site):
+            expression = derivation(tensor, numel, source_of)
+            if expression is not None:
+                site.placed = None
+                return Derived(site, expression, tensor.dtype)
+            site.derived, site.doubted = False, True
+            self.unplanned.add(site)
+            self.ledger.count("doubted")
+        return None
 
     def _forget(self, key: tuple[Any, ...]) -> Callable[[Any], None]:
         physicals = self._physicals

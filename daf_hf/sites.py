@@ -67,6 +67,8 @@ class SaveSite:
             tensor's own energy in the consumer's terms.
         candidates: the codecs and widths worth offering to the allocator.
         two_valued: calibration found exactly two values: stored in one plane without loss.
+        derived: calibration found it to be a function of other saved tensors: not stored.
+        doubted: a step could not confirm that; it is stored from then on.
         known: it was there at the last calibration.
         option: what the current plan chose; None for sites that need no choice.
         placed: codec and bits with which the last tensor was stored; None: exactly.
@@ -85,6 +87,8 @@ class SaveSite:
     distortions: dict[Codec, tuple[float, ...]] = field(default_factory=dict)
     candidates: list[tuple[Codec, int]] = field(default_factory=list)
     two_valued: bool = False
+    derived: bool = False
+    doubted: bool = False
     known: bool = False
     option: Option | None = None
     placed: tuple[Codec, int] | None = None

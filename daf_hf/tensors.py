@@ -66,6 +66,13 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
+@lru_cache(maxsize=65536)
+def is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether elements of this shape and these strides lie row by row."""
+    expected = contiguous_stride(shape)
+    return all(size == 1 or a == b for size, a, b in zip(shape, stride, expected, strict=True))
+
+
 def flatten(tensor: Tensor, extent: int) -> Tensor:
     """The ``extent`` elements of memory from the tensor's first one, as a 1-D view."""
     return tensor.detach().as_strided((extent,), (1,))
