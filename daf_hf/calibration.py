@@ -361,10 +361,12 @@ class Calibration:
 
 
 def _learn_derived(graph: Graph) -> None:
-    """Tell the sites whose tensors all follow from others; steps may have doubted it since."""
+    """Tell the sites whose tensors all follow from others, and those that these follow from."""
     for site, items in graph.items.items():
         follow = all(item.expression is not None for item in items)
-        site.derived = follow and not site.doubted
+        site.derived = follow and site.compressible and not site.doubted
+        for source in (source for item in items for source in item.sources()):
+            source.site.feeds |= site.derived
 
 
 def _kinds(names: list[str]) -> tuple[list[list[int]], list[list[int]]]:

@@ -7,7 +7,9 @@ the output of a LayerNorm, from its saved input and statistics, times a mask. Su
 not be stored: it is evaluated again in backward.
 
 The trace is exact: the operand is what that very node saved. A tensor whose trace meets an
-operation that is not listed here, or operands that lie otherwise in memory, is not derived.
+operation that is not listed here, or operands that lie otherwise in memory, is not derived. What
+the graph does not show, a change of an intermediate result behind autograd's back, the elements
+do: they are compared, all in calibration and a few in every step.
 """
 
 from __future__ import annotations
@@ -16,37 +18,46 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-VIEWS = frozenset(
-    f"{name}Backward0"
-    for name in (
-        "Alias",
-        "Expand",
-        "Permute",
-        "ReshapeAlias",
-        "Squeeze",
-        "T",
-        "Transpose",
-        "Unsqueeze",
-        "UnsafeView",
-        "View",
-    )
-)
-"""Nodes behind which the elements in memory are the same."""
+from .tensors import operation
 
-CASTS = frozenset(["ToCopyBackward0"])
-"""Nodes behind which they are the same in another precision."""
+CASTS = frozenset(["ToCopy"])
+"""Operations behind which the elements are the same in another precision."""
+
+RESHAPES = frozenset(["Alias", "ReshapeAlias", "Squeeze", "Unsqueeze", "UnsafeView", "View"])
+"""Operations behind which they are the same, in the same order."""
+
+VIEWS = RESHAPES | {"Expand", "Permute", "T", "Transpose"}
+"""Operations behind which they are the same in memory."""
 
 Resolve = Callable[[Any], "tuple[Any, int] | None"]
 """From what the hooks packed to a source and its number of elements; None where it cannot be one.
 """
 
 Read = Callable[[Any], Tensor]
-"""The flat elements of a source, in memory that the caller may change."""
+"""The flat elements of a source, or its witnesses, in memory that the caller may change."""
+
+WITNESSES = 17
+"""Elements of a tensor by which a derivation is confirmed in each step; a prime, lest they all
+lie in the same columns.
+"""
+
+TOLERANCE = 1e-4
+"""How far elements may be off, relative to the largest (four roundings in low precision)."""
+
+
+@lru_cache(maxsize=4096)
+def witnesses(numel: int) -> Tensor:
+    """Positions of a tensor's witnesses.
+
+    Those of row statistics are those of the rows in which the elements' witnesses are.
+    """
+    return torch.tensor([index * numel // WITNESSES for index in range(WITNESSES)])
 
 
 class Expression(ABC):
@@ -59,8 +70,21 @@ class Expression(ABC):
         """What it is a function of."""
 
     @abstractmethod
-    def evaluate(self, read: Read) -> Tensor:
-        """The elements ``[numel]``, in memory of their own."""
+    def evaluate(self, read: Read, at: Tensor | None = None) -> Tensor:
+        """The elements, in memory of their own.
+
+        Args:
+            read: the sources' elements.
+            at: ``int64 [k]`` positions, when ``read`` gives the elements at these alone.
+        """
+
+    def agrees(self, flat: Tensor, read: Read, at: Tensor | None = None) -> bool:
+        """Whether the elements ``flat`` (those at ``at`` alone, if given) are what it says."""
+        exact = (flat if at is None else flat[at]).float()
+        largest = exact.abs().max().nan_to_num(0.0, 0.0)
+        tolerance = max(TOLERANCE, 4 * torch.finfo(flat.dtype).eps) * float(largest)
+        value = self.evaluate(read, at).float()
+        return torch.allclose(value, exact, rtol=0.0, atol=tolerance, equal_nan=True)
 
 
 @dataclass(frozen=True)
@@ -73,7 +97,7 @@ class Source(Expression):
     def sources(self) -> Iterator[Any]:
         yield self.saved
 
-    def evaluate(self, read: Read) -> Tensor:
+    def evaluate(self, read: Read, at: Tensor | None = None) -> Tensor:
         return read(self.saved)
 
 
@@ -93,8 +117,8 @@ class Product(Expression):
         yield from self.left.sources()
         yield from self.right.sources()
 
-    def evaluate(self, read: Read) -> Tensor:
-        left, right = self.left.evaluate(read), self.right.evaluate(read)
+    def evaluate(self, read: Read, at: Tensor | None = None) -> Tensor:
+        left, right = self.left.evaluate(read, at), self.right.evaluate(read, at)
         product = left.mul_(right) if left.dtype.is_floating_point else right.mul_(left)
         return product if self.scale == 1.0 else product.mul_(self.scale)
 
@@ -103,14 +127,14 @@ class Product(Expression):
 class LayerNorm(Expression):
     """``(x - mean) * rstd * weight + bias`` over rows of ``size`` elements.
 
-    The statistics are those that the forward pass saved; weight and bias may be None.
+    The statistics are those that the forward pass saved; weight and bias ``[size]`` or None.
     """
 
     x: Source
     mean: Source
     rstd: Source
-    weight: Source | None
-    bias: Source | None
+    weight: Tensor | None
+    bias: Tensor | None
     size: int
 
     @property
@@ -118,19 +142,18 @@ class LayerNorm(Expression):
         return self.x.numel
 
     def sources(self) -> Iterator[Any]:
-        for source in (self.x, self.mean, self.rstd, self.weight, self.bias):
-            if source is not None:
-                yield from source.sources()
+        for source in (self.x, self.mean, self.rstd):
+            yield from source.sources()
 
-    def evaluate(self, read: Read) -> Tensor:
-        x = self.x.evaluate(read).float().view(-1, self.size)
-        rstd = self.rstd.evaluate(read).float().view(-1, 1)
-        shift = self.mean.evaluate(read).float().view(-1, 1) * -rstd
+    def evaluate(self, read: Read, at: Tensor | None = None) -> Tensor:
+        columns = self.size if at is None else 1
+        x = self.x.evaluate(read, at).float().view(-1, columns)
+        rstd = self.rstd.evaluate(read, at).float().view(-1, 1)
+        shift = self.mean.evaluate(read, at).float().view(-1, 1) * -rstd
         torch.addcmul(shift, x, rstd, out=x)
-        if self.weight is not None:
-            x.mul_(self.weight.evaluate(read))
-        if self.bias is not None:
-            x.add_(self.bias.evaluate(read))
+        for parameter, apply in ((self.weight, x.mul_), (self.bias, x.add_)):
+            if parameter is not None:
+                apply(parameter if at is None else parameter[at % self.size, None])
         return x.view(-1)
 
 
@@ -142,7 +165,7 @@ def derivation(tensor: Tensor, numel: int, resolve: Resolve) -> Expression | Non
         numel: its elements in memory.
         resolve: knows what the hooks packed.
     """
-    found = _output((tensor.grad_fn, tensor.output_nr), resolve)
+    found = _output((tensor.grad_fn, tensor.output_nr), resolve, VIEWS)
     # Its own node's saved output is not derived: that is where it is stored.
     if found is None or isinstance(found, Source) or found.numel != numel:
         return None
@@ -153,14 +176,14 @@ Edge = tuple[Any, int]
 """An autograd node, or None, and the number of its output."""
 
 
-def _output(edge: Edge, resolve: Resolve) -> Expression | None:
+def _output(edge: Edge, resolve: Resolve, views: frozenset[str] = RESHAPES) -> Expression | None:
     """What a node gave out, behind any views of it."""
     node, index = edge
-    while node is not None and (node.name() in VIEWS or node.name() in CASTS):
+    while node is not None and operation(node.name()) in views | CASTS:
         node, index = node.next_functions[0]
     if node is None or index:
         return None
-    trace = _TRACES.get(node.name())
+    trace = _TRACES.get(operation(node.name()))
     return trace(node, resolve) if trace is not None else _saved(node, "result", resolve)
 
 
@@ -176,8 +199,10 @@ def _saved(node: Any, slot: str, resolve: Resolve) -> Source | None:
 
 
 def _mul(node: Any, resolve: Resolve) -> Expression | None:
+    if len(node.next_functions) != 2:  # times a number
+        return None
     left, right = (
-        _saved(node, slot, resolve) or _output(edge, resolve)
+        _output(edge, resolve) if _packed(node, slot) is None else _saved(node, slot, resolve)
         for slot, edge in zip(("self", "other"), node.next_functions, strict=True)
     )
     return _product(left, right)
@@ -198,22 +223,26 @@ def _product(
 
 def _layer_norm(node: Any, resolve: Resolve) -> Expression | None:
     size = math.prod(node._saved_normalized_shape)
-    slots = ("input", "result1", "result2", "weight", "bias")
-    x, mean, rstd, weight, bias = (_saved(node, slot, resolve) for slot in slots)
+    x, mean, rstd = (_saved(node, slot, resolve) for slot in ("input", "result1", "result2"))
     if x is None or mean is None or rstd is None:
         return None
-    for parameter, slot in ((weight, "weight"), (bias, "bias")):
-        if parameter is None and _packed(node, slot) is not None:
-            return None
-        if parameter is not None and parameter.numel != size:
+    parameters = []
+    for slot in ("weight", "bias"):
+        found = _saved(node, slot, resolve)
+        # Parameters are kept as they are; a weight that was computed is not followed further.
+        if found is None and _packed(node, slot) is None:
+            parameters.append(None)
+        elif found is not None and isinstance(found.saved, Tensor) and found.numel == size:
+            parameters.append(found.saved)
+        else:
             return None
     if not mean.numel * size == rstd.numel * size == x.numel:
         return None
-    return LayerNorm(x, mean, rstd, weight, bias, size)
+    return LayerNorm(x, mean, rstd, parameters[0], parameters[1], size)
 
 
 _TRACES: dict[str, Callable[[Any, Resolve], Expression | None]] = {
-    "MulBackward0": _mul,
-    "NativeDropoutBackward0": _native_dropout,
-    "NativeLayerNormBackward0": _layer_norm,
+    "Mul": _mul,
+    "NativeDropout": _native_dropout,
+    "NativeLayerNorm": _layer_norm,
 }

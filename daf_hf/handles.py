@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .arena import Stored
-from .derivations import Expression
+from .derivations import Expression, witnesses
 from .refusal import Refusal
 from .sites import SaveSite
 from .spill import SpillFile
@@ -158,14 +158,16 @@ class Physical(ABC):
     Attributes:
         site: the save site that stored them.
         private: only this site's own consumers may read what is restored.
+        witnesses: a few of the elements, exactly, where others are derived from these.
     """
 
-    __slots__ = ("__weakref__", "lease", "private", "site")
+    __slots__ = ("__weakref__", "lease", "private", "site", "witnesses")
 
     def __init__(self, site: SaveSite, lease: Lease | None = None, private: bool = False) -> None:
         self.site = site
         self.lease = lease
         self.private = private
+        self.witnesses: Tensor | None = None
 
     @abstractmethod
     def flat(self) -> Tensor:
@@ -312,3 +314,16 @@ def source_of(packed: Any) -> tuple[Physical | Tensor, int] | None:
     if isinstance(packed, Kept) and is_ordinary(packed.tensor) and packed.tensor.is_contiguous():
         return packed.tensor.view(-1), packed.tensor.numel()
     return None
+
+
+def witnesses_of(source: Physical | Tensor) -> Tensor:
+    """A source's witnesses.
+
+    Raises:
+        LookupError: when it was stored before anything was known to follow from it.
+    """
+    if isinstance(source, Tensor):
+        return source[witnesses(source.numel())]
+    if source.witnesses is None:
+        raise LookupError
+    return source.witnesses.clone()

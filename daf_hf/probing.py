@@ -25,9 +25,6 @@ from .saved_tensors import COMPRESSIBLE, SMALLEST_BYTES, Compressor
 from .sites import SaveSite
 from .tensors import columns, flatten, geometry, is_contiguous, is_ordinary, is_two_valued
 
-DERIVED_TOLERANCE = 8.0
-"""How far what is evaluated may be off, in roundings of the tensor's largest element."""
-
 
 class ProbeTooLargeError(Exception):
     """The probe's exact tensors would exceed the budget."""
@@ -58,6 +55,11 @@ class Item:
     def cols(self) -> int:
         """Columns of the elements."""
         return columns(self.shape, self.column, self.flat.numel())
+
+    def sources(self) -> list[Item]:
+        """The items that it follows from."""
+        found = self.expression.sources() if self.expression is not None else ()
+        return [source for source in found if isinstance(source, Item)]
 
     def own(self) -> Tensor:
         """The elements, or what is read instead, in memory that the caller may change."""
@@ -176,23 +178,17 @@ class Graph(_Pass):
 
     def _follows(self, item: Item, tensor: Tensor) -> bool:
         """Find what the item follows from, and confirm it by its elements."""
-        exact = item.flat
-        item.expression = derivation(tensor, exact.numel(), _source_of)
-        if item.expression is None or not exact.dtype.is_floating_point:
-            return False
-        error = (item.expression.evaluate(_own) - exact.float()).abs().max()
-        rounding = torch.finfo(exact.dtype).eps * exact.abs().max()
-        if float(error) <= DERIVED_TOLERANCE * float(rounding):
-            return True
-        item.expression = None
-        return False
+        flat = item.flat
+        item.expression = derivation(tensor, flat.numel(), _source_of)
+        if item.expression is not None and not item.expression.agrees(flat, _own):
+            item.expression = None
+        return item.expression is not None
 
     def _derived_from(self, items: Iterable[Item]) -> list[Item]:
         """These items and all that follow from them, in the order in which they were saved."""
         found = dict.fromkeys(items)
         for item in self._derived:
-            assert item.expression is not None
-            if any(source in found for source in item.expression.sources()):
+            if not found.keys().isdisjoint(item.sources()):
                 found[item] = None
         return list(found)
 
@@ -228,10 +224,8 @@ class Graph(_Pass):
                     self._reader = None
         # Who reads what is derived reads, in effect, what it is derived from.
         for item in reversed(self._derived):
-            assert item.expression is not None
-            for source in item.expression.sources():
-                if isinstance(source, Item):
-                    source.site.consumers |= item.site.consumers
+            for source in item.sources():
+                source.site.consumers |= item.site.consumers
 
     def __enter__(self) -> Graph:
         return self

@@ -24,7 +24,7 @@ from .accounting import Ledger
 from .arena import PAGE_COST, Arena, Stored
 from .codecs import BINARY, FRUGAL, GENERAL, Codec
 from .config import DAFConfig
-from .derivations import derivation
+from .derivations import derivation, witnesses
 from .handles import (
     Copy,
     DeferredEnds,
@@ -39,6 +39,7 @@ from .handles import (
     Spilled,
     View,
     source_of,
+    witnesses_of,
 )
 from .hook_stack import pop_hooks, push_hooks, top_hooks
 from .kernels import get_backend
@@ -265,17 +266,19 @@ class Compressor:
             key = (*key, shape, stride)
         reference = self._physicals.get(key)
         physical = reference() if reference is not None else None
-        if physical is None and site.derived and whole:
-            physical = self._derive(tensor, extent, site)
-            if physical is not None:
-                self._physicals[key] = weakref.ref(physical, self._forget(key))
         if physical is None or (physical.private and physical.site is not site):
             source = tensor if whole else tensor.detach().contiguous()
             if not whole:
                 extent, column, _ = geometry(shape, source.stride())
             flat = flatten(source, extent)
-            cols = columns(shape, column, extent)
-            physical = self._place(flat, cols, site, cdata, whole)
+            physical = None
+            if site.derived and whole and self.wants_pages(flat, site):
+                physical = self._derive(flat, tensor, site)
+            if physical is None:
+                cols = columns(shape, column, extent)
+                physical = self._place(flat, cols, site, cdata, whole)
+            if site.feeds and flat.numel():
+                physical.witnesses = flat[witnesses(flat.numel())]
             self._physicals[key] = weakref.ref(physical, self._forget(key))
         else:
             site.placed = physical.site.placed
@@ -283,16 +286,17 @@ class Compressor:
             stride = contiguous_stride(shape)
         return View(tensor, shape, stride, physical, lease)
 
-    def _derive(self, tensor: Tensor, numel: int, site: SaveSite) -> Physical | None:
+    def _derive(self, flat: Tensor, tensor: Tensor, site: SaveSite) -> Physical | None:
         """Store nothing: the elements follow from what is held already."""
-        if self.wants_pages(flatten(tensor, numel), site):
-            expression = derivation(tensor, numel, source_of)
-            if expression is not None:
-                site.placed = None
-                return Derived(site, expression, tensor.dtype)
-            site.derived, site.doubted = False, True
-            self.unplanned.add(site)
-            self.ledger.count("doubted")
+        expression = derivation(tensor, flat.numel(), source_of)
+        if expression is not None:
+            with suppress(LookupError):
+                if expression.agrees(flat, witnesses_of, witnesses(flat.numel())):
+                    site.placed = None
+                    return Derived(site, expression, tensor.dtype)
+        site.derived, site.doubted = False, True
+        self.unplanned.add(site)
+        self.ledger.count("doubted")
         return None
 
     def _forget(self, key: tuple[Any, ...]) -> Callable[[Any], None]:

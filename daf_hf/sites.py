@@ -23,6 +23,7 @@ from torch import nn
 
 from .allocation import Option
 from .codecs import Codec
+from .tensors import operation
 
 LAYOUT_NODES = frozenset(
     [
@@ -68,6 +69,7 @@ class SaveSite:
         candidates: the codecs and widths worth offering to the allocator.
         two_valued: calibration found exactly two values: stored in one plane without loss.
         derived: calibration found it to be a function of other saved tensors: not stored.
+        feeds: others are functions of it.
         doubted: a step could not confirm that; it is stored from then on.
         known: it was there at the last calibration.
         option: what the current plan chose; None for sites that need no choice.
@@ -88,6 +90,7 @@ class SaveSite:
     candidates: list[tuple[Codec, int]] = field(default_factory=list)
     two_valued: bool = False
     derived: bool = False
+    feeds: bool = False
     doubted: bool = False
     known: bool = False
     option: Option | None = None
@@ -274,7 +277,7 @@ class SiteTracker:
             # The root's own operations: called by ours, from several places.
             if back is not None and not back.f_globals.get("__name__", "").startswith(_OURS):
                 path = (*path, back.f_code, back.f_lasti)
-        kind = producer.__name__.rstrip("0123456789").removesuffix("Backward")
+        kind = operation(producer.__name__)
         path = ("layout" if kind in LAYOUT_NODES else kind, *path)
         ordinal = call.seen.get(path, 0)
         call.seen[path] = ordinal + 1

@@ -31,6 +31,11 @@ def geometry(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, int,
     return extent, column, extent <= elements
 
 
+def operation(node: str) -> str:
+    """The operation that an autograd node of this name belongs to."""
+    return node.rstrip("0123456789").removesuffix("Backward")
+
+
 def columns(shape: tuple[int, ...], column: int, numel: int) -> int:
     """Elements of the dimension whose neighbours are adjacent in memory (1 where it is none)."""
     size = shape[column] if column >= 0 else 1

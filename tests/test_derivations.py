@@ -1,0 +1,263 @@
+"""Derived tensors: what is traced, what is not, and what happens when a trace is wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import batch, build, compressed, gradients, nothing_held, relative_error
+from torch import nn
+from torch.nn.functional import dropout, layer_norm
+
+from daf_hf.derivations import LayerNorm, Product, derivation, witnesses
+from daf_hf.tensors import geometry, is_contiguous
+
+ROWS, COLS = 24, 32
+
+
+class Packed:
+    """What the hooks of these tests keep: the tensor and, once it is saved, its derivation."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor.detach().clone()
+        self.contiguous = is_contiguous(tuple(tensor.shape), tensor.stride())
+        self.extent = geometry(tuple(tensor.shape), tensor.stride())[0]
+        self.flat = tensor.detach().as_strided((self.extent,), (1,)).clone()
+        self.expression = derivation(tensor, self.extent, resolve)
+
+
+def resolve(packed):
+    if isinstance(packed, torch.Tensor):
+        return packed.view(-1), packed.numel()
+    return (packed, packed.extent) if packed.contiguous else None
+
+
+def read(source):
+    return (source.flat if isinstance(source, Packed) else source).clone()
+
+
+def last_saved(make, dtype=torch.float32):
+    """The last tensor that ``make(x)`` has autograd save."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(ROWS, COLS, generator=generator).to(dtype).requires_grad_()
+    saved = []
+
+    def pack(tensor):
+        if isinstance(tensor, nn.Parameter):
+            return tensor.detach()
+        saved.append(Packed(tensor))
+        return saved[-1]
+
+    def unpack(packed):
+        return packed if isinstance(packed, torch.Tensor) else packed.tensor
+
+    torch.manual_seed(1)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        output = make(x)
+    assert output.requires_grad
+    return saved[-1]
+
+
+def norm(x, weight=True, bias=True):
+    generator = torch.Generator().manual_seed(2)
+    vectors = [
+        nn.Parameter(torch.randn(x.shape[-1], generator=generator).to(x.dtype)) if wanted else None
+        for wanted in (weight, bias)
+    ]
+    return layer_norm(x * 2, x.shape[-1:], *vectors)
+
+
+def masked(x):
+    return dropout(x, 0.3)
+
+
+def read_by_mm(x):
+    """Has a matrix product save ``x``."""
+    weight = torch.ones(x.shape[-1], 3, dtype=x.dtype, requires_grad=True)
+    with torch.no_grad():
+        weight += 1
+    return x @ weight
+
+
+DERIVED = {
+    "softmax x mask": lambda x: masked(x.softmax(-1)),
+    "tanh x mask": lambda x: masked(x.tanh()),
+    "softmax x softmax": lambda x: x.softmax(-1) * x.softmax(0),
+    "layer norm": norm,
+    "layer norm, no bias": lambda x: norm(x, bias=False),
+    "layer norm, nothing learnt": lambda x: norm(x, weight=False, bias=False),
+    "layer norm x mask": lambda x: masked(norm(x)),
+    "layer norm of two dimensions": lambda x: layer_norm((x * 2).view(6, 4, COLS), (4, COLS)),
+    "native dropout": lambda x: torch.native_dropout(norm(x), 0.3, True)[0],
+    "views": lambda x: masked(x.softmax(-1)).view(-1, 8)[None].squeeze(0).view(-1, COLS).t().t(),
+    "a view in between": lambda x: masked(x.softmax(-1).view(-1, 8)).view(-1, COLS),
+    "twice masked": lambda x: masked(masked(norm(x))),
+    "in place": lambda x: dropout(x.softmax(-1), 0.3, inplace=True),
+}
+NOT_DERIVED = {
+    "itself": lambda x: x.softmax(-1),
+    "an unknown operation": lambda x: masked(x.softmax(-1) + 1),
+    "an unknown factor": lambda x: masked(x + 1),
+    "a leaf": lambda x: x,
+    "a part": lambda x: masked(x.softmax(-1))[2:],
+    "columns": lambda x: masked(x.softmax(-1))[:, 4:20],
+    "laid out anew": lambda x: masked(x.softmax(-1)).t().contiguous(),
+    "a transposed factor": lambda x: x.softmax(-1).t() * x.tanh().t().contiguous(),
+    "another order": lambda x: x.softmax(-1).t() * torch.ones(COLS, ROWS),
+    "a number": lambda x: x.softmax(-1) * 2,
+    "a number as an operand": lambda x: torch.ops.aten.mul.Scalar(x.softmax(-1), 2),
+    "a broadcast": lambda x: x.softmax(-1) * x.tanh()[:1],
+    "another output": lambda x: x.softmax(-1).unbind()[1].view(1, -1),
+    "a weight that was computed": lambda x: layer_norm(x * 2, x.shape[-1:], x.sum(0).exp()),
+}
+
+
+@pytest.mark.parametrize("name", DERIVED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_follows_from_saved_tensors_is_traced(name, dtype):
+    found = last_saved(lambda x: read_by_mm(DERIVED[name](x)), dtype)
+    assert found.expression is not None
+    assert found.expression.numel == found.extent
+    value = found.expression.evaluate(read)
+    rounding = 4 * torch.finfo(dtype).eps * float(found.flat.abs().max())
+    torch.testing.assert_close(value.to(dtype), found.flat, rtol=0, atol=rounding)
+    assert found.expression.agrees(found.flat, read)
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_witnesses_tell_what_all_elements_do(name):
+    """Row statistics, weights and elements are taken at places that belong together."""
+    found = last_saved(lambda x: read_by_mm(DERIVED[name](x)))
+    at = witnesses(found.extent)
+
+    def few(source):
+        flat = read(source)
+        return flat[witnesses(flat.numel())]
+
+    assert found.expression.agrees(found.flat, few, at)
+    for position in at.tolist():
+        wrong = found.flat.clone()
+        wrong[position] += 1e-2
+        assert not found.expression.agrees(wrong, few, at)
+
+
+@pytest.mark.parametrize("name", NOT_DERIVED)
+def test_what_cannot_be_followed_is_not(name):
+    assert last_saved(lambda x: read_by_mm(NOT_DERIVED[name](x))).expression is None
+
+
+def test_products_are_exact():
+    found = last_saved(lambda x: read_by_mm(masked(x.softmax(-1))))
+    assert isinstance(found.expression, Product)
+    assert torch.equal(found.expression.evaluate(read), found.flat)
+
+
+def test_a_cast_is_followed():
+    """As autocast makes them: the product in fp32, what the matrix product reads in bf16."""
+    found = last_saved(lambda x: read_by_mm(masked(norm(x)).to(torch.bfloat16)))
+    assert torch.equal(found.expression.evaluate(read).to(torch.bfloat16), found.flat)
+
+
+def test_a_graph_that_was_run_backward_is_not_followed():
+    def make(x):
+        y = norm(x)
+        y.sum().backward()
+        return read_by_mm(y)
+
+    assert last_saved(make).expression is None
+
+
+def test_overflow_is_no_doubt():
+    found = last_saved(lambda x: read_by_mm(masked(norm(x * float("inf")))))
+    assert isinstance(found.expression.left, LayerNorm)
+    assert not found.flat.isfinite().all()
+    assert found.expression.agrees(found.flat, read)
+
+
+# In a model -------------------------------------------------------------------------------------
+
+
+def derived_sites(compressor):
+    return [site for site in compressor.tracker.sites.values() if site.derived]
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "gpt2", "vit", "llama", "t5"])
+def test_gradients_are_those_of_what_is_stored(name):
+    model, inputs = build(name), batch(name, examples=16, tokens=32)
+    exact = gradients(model, inputs)
+    daf, compressor = compressed(model, 50.0, bits=(8,))
+    assert relative_error(gradients(model, inputs, daf), exact) < 0.02
+    assert nothing_held(compressor)
+    if name in ("bert", "roberta"):
+        # A product a layer, two inputs of lora_A, and the head's masked tanh.
+        assert len(derived_sites(compressor)) == 5
+        assert not compressor.ledger.counts.get("doubted")
+
+
+def test_what_is_derived_takes_no_bytes_of_the_budget():
+    model, inputs = build("bert"), batch("bert", examples=16, tokens=32)
+    daf, compressor = compressed(model, 50.0)
+    gradients(model, inputs, daf)
+    before = compressor.ledger.step_peak.held
+    for site in derived_sites(compressor):
+        site.derived, site.doubted = False, True
+    daf.step()
+    gradients(model, inputs, daf)  # calibrated again: there are sites that no plan knows
+    assert before < compressor.ledger.step_peak.held
+    assert not derived_sites(compressor)
+    reported = [site for site in daf.report.sites if site.codec == "derived"]
+    assert not reported
+
+
+def test_what_is_excluded_is_stored_exactly_whatever_it_follows_from():
+    model, inputs = build("bert"), batch("bert", examples=16, tokens=32)
+    daf, _ = compressed(model, 50.0, exclude=["*lora_A*"])
+    gradients(model, inputs, daf)
+    stored = [site for site in daf.report.sites if "lora_A" in site.name]
+    assert stored
+    assert all(site.codec == "exact" for site in stored)
+
+
+class Meddles(nn.Module):
+    """Changes a LayerNorm's output behind autograd's back when told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.input, self.norm = nn.Linear(64, 64), nn.LayerNorm(64)
+        self.output = nn.Linear(64, 64)
+        self.meddles = False
+
+    def forward(self, x, labels=None):
+        x = self.norm(self.input(x))
+        if self.meddles:
+            x.data.mul_(torch.linspace(0.5, 1.5, 64))
+        return {"loss": self.output(x).square().mean()}
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_change_behind_autograds_back_is_noticed(step):
+    """In calibration by all elements, in a later step by the witnesses."""
+    torch.manual_seed(0)
+    model, inputs = Meddles(), {"x": torch.randn(64, 64)}
+    daf, compressor = compressed(model, 50.0, bits=(8,))
+    for now in range(step + 3):
+        model.meddles = now >= step
+        exact = gradients(model, inputs)
+        assert relative_error(gradients(model, inputs, daf), exact) < 0.01
+        assert bool(derived_sites(compressor)) == (now < step)
+        daf.step()
+    assert compressor.ledger.counts.get("doubted", 0) == (1 if step else 0)
+    assert nothing_held(compressor)
+
+
+def test_what_follows_from_few_bits_is_counted_in_their_importance():
+    """The plan's prediction holds for what is read through a derived tensor, too."""
+    model, inputs = build("bert", dropout=0.0), batch("bert", examples=16, tokens=32)
+    daf, compressor = compressed(model, 50.0)
+    gradients(model, inputs, daf)
+    fed = [site for site in compressor.tracker.sites.values() if site.feeds]
+    assert fed
+    softmax = [site for site in fed if "SafeSoftmaxBackward0.result" in site.consumers]
+    norms = [site for site in fed if "NativeLayerNormBackward0.input" in site.consumers]
+    assert all("MmBackward0.self" in site.consumers for site in norms)
+    assert norms
+    assert not softmax  # without dropout the product is the softmax itself
