@@ -181,7 +181,8 @@ class MemoryReport:
         transient_bytes_peak: of that, what the rows above do not explain: workspace.
         demotions: planes dropped from live activations to make room.
         counts: events by name: ``not_finite`` and ``not_understood`` (tensors kept exactly for
-            that), ``recomputed`` (saved by a checkpoint in backward), ``spilled``.
+            that), ``recomputed`` (saved by a checkpoint in backward), ``spilled``, ``doubted``
+            (derived tensors that a step could not confirm).
         sites: one row a save site.
     """
 

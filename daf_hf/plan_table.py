@@ -66,11 +66,11 @@ def _codecs(sites: Iterable[SiteReport]) -> str:
 
 
 def _bits(sites: Iterable[SiteReport]) -> str:
-    """The range of widths, ``exact``, or both."""
-    widths = {site.bits for site in sites}
-    encoded = sorted(bits for bits in widths if bits is not None)
+    """The range of widths, and what else there is: ``exact``, ``derived``."""
+    sites = list(sites)
+    encoded = sorted({site.bits for site in sites if site.bits is not None})
     parts = ["-".join(str(bits) for bits in sorted({encoded[0], encoded[-1]}))] if encoded else []
-    return ", ".join(parts + ["exact"] * (None in widths))
+    return ", ".join(parts + sorted({site.codec for site in sites if site.bits is None}))
 
 
 def _summary(report: MemoryReport) -> str:
