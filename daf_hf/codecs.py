@@ -8,8 +8,8 @@ distribution that the codebook is made for.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ import torch
 from .kernels.format import MAX_BITS, Codebook, Granularity, Layout, Statistics, wide_statistics
 
 _CELLS = 4096
+_LAYOUTS_KEPT = 1024
 _HALF_WIDTH = 8.0  # of the grid of `normal` (standard deviations) and of `gelu` (the value itself)
 
 
@@ -93,6 +94,18 @@ def gelu_slope(x: torch.Tensor) -> torch.Tensor:
 
 
 @cache
+def _slopes() -> tuple[np.ndarray, np.ndarray]:
+    """GELU's derivative where it rises, between its extrema at -sqrt(2) and sqrt(2); its inputs."""
+    inputs = torch.linspace(-math.sqrt(2.0), math.sqrt(2.0), 1 << 16, dtype=torch.float64)
+    return gelu_slope(inputs).numpy(), inputs.numpy()
+
+
+def slope_inputs(slopes: np.ndarray) -> np.ndarray:
+    """Inputs between -sqrt(2) and sqrt(2) at which GELU has these derivatives."""
+    return np.interp(slopes, *_slopes())
+
+
+@cache
 def gelu() -> Codebook:
     """Equal bins of GELU's derivative, which is all that GELU's backward needs of its input.
 
@@ -100,15 +113,13 @@ def gelu() -> Codebook:
     the derivative's extrema at -sqrt(2) and sqrt(2): never use it for any other consumer.
     """
     edges = _cell_edges(-_HALF_WIDTH, _HALF_WIDTH)
-    inputs = torch.linspace(-math.sqrt(2.0), math.sqrt(2.0), 1 << 16, dtype=torch.float64)
-    slopes = gelu_slope(inputs)
-    low, high = float(slopes[0]), float(slopes[-1])
+    low, *_, high = _slopes()[0].tolist()
     slope = gelu_slope((edges[1:] + edges[:-1]) / 2)
     lut = ((slope - low) / (high - low) * 256).floor().clamp(0, 255).to(torch.uint8)
 
     def input_of(first: int, last: int) -> float:
         middle = low + (high - low) * (first + last + 1) / 512
-        return float(np.interp(middle, slopes.numpy(), inputs.numpy()))
+        return slope_inputs(np.array([middle])).item()
 
     tables = _tables(input_of)
     return Codebook(
@@ -126,6 +137,11 @@ def binary() -> Codebook:
 _CODEBOOKS = {"uniform": uniform, "normal": normal, "root": root, "gelu": gelu, "binary": binary}
 
 
+def cell_centres(book: Codebook) -> np.ndarray:
+    """Middle of each of a codebook's cells, normalised: ``float64 [cells]``."""
+    return book.grid_origin + (np.arange(book.cells) + 0.5) / book.grid_density
+
+
 @dataclass(frozen=True)
 class Codec:
     """A granularity and a codebook.
@@ -133,14 +149,20 @@ class Codec:
     Attributes:
         granularity: what shares one pair of statistics.
         codebook: name of the codebook.
+        fitted: a codebook made for one site (see :mod:`daf_hf.fitting`), in place of the one that
+            is called so.
     """
 
     granularity: Granularity
     codebook: str
+    fitted: Codebook | None = None
+    _layouts: dict[tuple[int, int, bool], Layout] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def book(self) -> Codebook:
-        return _CODEBOOKS[self.codebook]()
+        return self.fitted or _CODEBOOKS[self.codebook]()
 
     @property
     def lossless(self) -> bool:
@@ -153,19 +175,21 @@ class Codec:
 
     def layout(self, numel: int, cols: int, bits: int) -> Layout:
         """Layout of a tensor of ``numel`` elements and ``cols`` columns at ``bits`` bits."""
-        return _layout(self, numel, cols, wide_statistics(self.granularity, bits))
+        book = self.book
+        wide = wide_statistics(self.granularity, bits) or book.statistics is Statistics.PAIR
+        layout = self._layouts.get((numel, cols, wide))
+        if layout is None:
+            if len(self._layouts) >= _LAYOUTS_KEPT:
+                self._layouts.clear()
+            layout = Layout(numel, cols, self.granularity, book, wide)
+            self._layouts[numel, cols, wide] = layout
+        return layout
 
     def __str__(self) -> str:
+        name = "fitted " if self.fitted else ""
         if self.book.statistics in (Statistics.NONE, Statistics.PAIR):
-            return self.codebook
-        return f"{self.granularity.name.lower()}+{self.codebook}"
-
-
-@lru_cache(maxsize=16384)
-def _layout(codec: Codec, numel: int, cols: int, wide: bool) -> Layout:
-    book = codec.book
-    wide = wide or book.statistics is Statistics.PAIR
-    return Layout(numel, cols, codec.granularity, book, wide)
+            return name + self.codebook
+        return f"{name}{self.granularity.name.lower()}+{self.codebook}"
 
 
 BINARY = Codec(Granularity.TENSOR, "binary")

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from .codecs import GELU, Codec, gelu_slope
+from .fitting import fitted
+from .kernels import reference
 from .kernels.format import MAX_BITS, PAGE_BYTES, Granularity, PageSpace
 from .saved_tensors import Compressor
 from .sites import SaveSite
@@ -22,24 +24,53 @@ SAMPLE_ELEMENTS = 1 << 16
 SAMPLE_COLS = 512
 """A codec's distortion is measured on about so many elements, of at most so many columns."""
 
+STATISTICS_ELEMENTS = 1 << 20
+"""Statistics of channels and tensors are taken from about so many: their range grows with them."""
 
-def sample(flat: Tensor, cols: int) -> tuple[Tensor, int]:
-    """About ``SAMPLE_ELEMENTS`` elements of evenly spaced rows, and their columns.
+FITTED_AT = (1, 2, 4)
+FITTED_BEST = 2
+"""Codebooks are fitted for so many of the best codecs at each of these widths."""
+
+
+def sample(flat: Tensor, cols: int, elements: int = SAMPLE_ELEMENTS) -> tuple[Tensor, int]:
+    """About so many elements of evenly spaced rows, and their columns.
 
     Few long rows would make the statistics of a channel look better than they are, so of long
     rows only the first columns are taken.
     """
     rows = flat.numel() // cols
     kept = min(cols, SAMPLE_COLS)
-    wanted = SAMPLE_ELEMENTS // kept
+    wanted = elements // kept
     if rows <= wanted and kept == cols:
         return flat, cols
     index = torch.linspace(0, rows - 1, min(rows, wanted), device=flat.device).long()
     return flat.view(rows, cols)[index, :kept].reshape(-1), kept
 
 
+class _Sample:
+    """Part of a tensor, and what its statistics are in the whole of it.
+
+    Args:
+        item: the tensor.
+    """
+
+    def __init__(self, item: Item) -> None:
+        flat, self.cols = sample(item.flat, item.cols)
+        self.values = flat.float()
+        self._many = sample(item.flat, item.cols, STATISTICS_ELEMENTS)[0].float()
+
+    def statistics(self, codec: Codec, bits: int) -> tuple[Tensor, Tensor] | None:
+        """Each element's ``(a, s)``; None where the codec cannot represent the elements."""
+        layout = codec.layout(self.values.numel(), self.cols, bits)
+        shared = codec.granularity in (Granularity.CHANNEL, Granularity.TENSOR)
+        values = self._many if shared else self.values
+        of = codec.layout(values.numel(), self.cols, bits)
+        a, s, finite = reference.statistics(values, of, bits)
+        return (reference.expand(a, layout), reference.expand(s, layout)) if finite else None
+
+
 class Gauge:
-    """Measures codecs on tensors, with the compressor's own kernels."""
+    """Measures codecs on tensors: candidates on a sample, what was chosen with the own kernels."""
 
     def __init__(self, compressor: Compressor) -> None:
         self._backend = compressor.backend
@@ -47,20 +78,28 @@ class Gauge:
 
     def distortions(self, item: Item) -> dict[Codec, tuple[float, ...]]:
         """Distortions at 0..8 bits of every codec worth trying, on a sample of the rows."""
-        flat, cols = sample(item.flat, item.cols)
-        exact = in_terms(item.site, flat)
+        part = _Sample(item)
+        exact = in_terms(item.site, part.values)
         energy = float(exact.square().sum())
         if not energy > 0 or not math.isfinite(energy):
             return {}
-        found = {}
-        for codec in candidate_codecs(item.site, flat, cols):
+        found: dict[Codec, tuple[float, ...]] = {}
+
+        def measure(codec: Codec) -> None:
             errors = [
                 float((in_terms(item.site, restored) - exact).square().sum()) / energy
                 for bits, widths in ((0, (0,)), (4, (1, 2, 3, 4)), (8, (5, 6, 7, 8)))
-                for restored in self._decoded(flat, cols, codec, bits, widths)
+                for restored in _restored(part, codec, bits, widths)
             ]
             if len(errors) == MAX_BITS + 1:
                 found[codec] = tuple(errors)
+
+        for codec in candidate_codecs(item.site, part.values, part.cols):
+            measure(codec)
+        for codec in _worth_fitting(found):
+            statistics = part.statistics(codec, min(FITTED_AT))
+            if statistics is not None:
+                measure(fitted(codec, part.values, *statistics))
         return found
 
     def restore(self, item: Item, codec: Codec, bits: int) -> tuple[Tensor, float]:
@@ -68,26 +107,43 @@ class Gauge:
 
         The elements themselves, and 0, where the codec cannot represent them.
         """
-        for restored in self._decoded(item.flat, item.cols, codec, bits, (bits,)):
-            exact = in_terms(item.site, item.flat)
-            error = float((in_terms(item.site, restored) - exact).square().sum())
-            energy = float(exact.square().sum())
-            return restored, error / energy if energy > 0 else 0.0
-        return item.flat, 0.0
-
-    def _decoded(
-        self, flat: Tensor, cols: int, codec: Codec, bits: int, widths: tuple[int, ...]
-    ) -> Iterator[Tensor]:
-        layout = codec.layout(flat.numel(), cols, bits)
+        flat = item.flat
+        layout = codec.layout(flat.numel(), item.cols, bits)
         pages = max(1, layout.pages(bits))
         memory = torch.empty(pages * PAGE_BYTES, dtype=torch.uint8, device=self._device)
         space = PageSpace(1 << (pages - 1).bit_length(), [memory], array("q", [memory.data_ptr()]))
         table = array("i", range(layout.pages(bits)))
-        if self._backend.encode(flat, layout, bits, table, space):
-            for width in widths:
-                out = torch.empty_like(flat)
-                self._backend.decode(out, layout, width, table[: layout.pages(width)], space)
-                yield out
+        if not self._backend.encode(flat, layout, bits, table, space):
+            return flat, 0.0
+        restored = torch.empty_like(flat)
+        self._backend.decode(restored, layout, bits, table, space)
+        exact = in_terms(item.site, flat)
+        error = float((in_terms(item.site, restored) - exact).square().sum())
+        energy = float(exact.square().sum())
+        return restored, error / energy if energy > 0 else 0.0
+
+
+def _restored(part: _Sample, codec: Codec, bits: int, widths: tuple[int, ...]) -> Iterator[Tensor]:
+    """The sample, encoded with ``bits`` bits and restored from each of ``widths``."""
+    statistics = part.statistics(codec, bits)
+    if statistics is None:
+        return
+    a, s = statistics
+    book = codec.book
+    codes = reference.quantize(part.values, a, s, book)
+    for width in widths:
+        yield a + s * book.tables[width].to(codes.device)[(codes >> (MAX_BITS - width)).long()]
+
+
+def _worth_fitting(found: dict[Codec, tuple[float, ...]]) -> list[Codec]:
+    """The best codecs at a few widths; of those with the same statistics the first."""
+    best = [
+        codec
+        for bits in FITTED_AT
+        for codec in sorted(found, key=lambda codec: found[codec][bits])[:FITTED_BEST]
+    ]
+    kept = {(codec.granularity, codec.book.statistics): codec for codec in reversed(best)}
+    return list(kept.values())
 
 
 def candidate_codecs(site: SaveSite, flat: Tensor, cols: int) -> list[Codec]:

@@ -20,6 +20,7 @@ from .format import (
     LANES,
     PAGE_BYTES,
     SMALLEST_SCALE,
+    Codebook,
     Granularity,
     Layout,
     PageSpace,
@@ -49,13 +50,14 @@ def encode(x: Tensor, layout: Layout, bits: int, table: array, space: PageSpace)
     if layout.codebook.statistics is Statistics.PAIR:
         return _encode_pair(x, layout, table, space)
     values = x.float()
-    a, s, finite = _statistics(values, layout, bits)
+    a, s, finite = statistics(values, layout, bits)
     if not finite:
         return False
     if layout.units:
         _write(_statistics_bytes(a, s, layout.wide), table[: layout.statistics_pages], space)
     if bits:
-        codes = quantize(values, a, s, layout) >> (8 - bits)
+        codes = quantize(values, expand(a, layout), expand(s, layout), layout.codebook)
+        codes >>= 8 - bits
         _write_planes(codes, layout, bits, table, space)
     return True
 
@@ -72,24 +74,31 @@ def decode(out: Tensor, layout: Layout, bits: int, table: array, space: PageSpac
         return
     a, s = _statistics_from_bytes(raw, layout)
     values = layout.codebook.tables[bits].to(out.device)[codes.long()]
-    out.copy_(_expand(a, layout) + _expand(s, layout) * values)
+    out.copy_(expand(a, layout) + expand(s, layout) * values)
 
 
-def quantize(values: Tensor, a: Tensor, s: Tensor, layout: Layout) -> Tensor:
-    """The 8-bit codes ``uint8 [n]`` of fp32 ``values`` under the statistics ``[units]``."""
-    book = layout.codebook
+def quantize(values: Tensor, a: Tensor, s: Tensor, book: Codebook) -> Tensor:
+    """The 8-bit codes ``uint8 [n]`` of fp32 ``values`` under statistics ``[n]`` (or ``[1]``)."""
+    cells = cells_of(values, a, s, book)
+    return cells.to(torch.uint8) if book.lut is None else book.lut.to(values.device)[cells.long()]
+
+
+def cells_of(values: Tensor, a: Tensor, s: Tensor, book: Codebook) -> Tensor:
+    """The cells ``int32 [n]`` of fp32 ``values`` under statistics ``[n]`` (or ``[1]``)."""
     origin = a + s * book.grid_origin
     density = torch.where(s > SMALLEST_SCALE, torch.full_like(s, book.grid_density) / s, 0.0)
-    cell = (values - _expand(origin, layout)) * _expand(density, layout)
-    cell = cell.nan_to_num(0.0).clamp(0.0, float(book.cells - 1)).to(torch.int32)
-    return cell.to(torch.uint8) if book.lut is None else book.lut.to(values.device)[cell.long()]
+    cell = (values - origin) * density
+    return cell.nan_to_num(0.0).clamp(0.0, float(book.cells - 1)).to(torch.int32)
 
 
 # Statistics -----------------------------------------------------------------------------------
 
 
-def _statistics(values: Tensor, layout: Layout, bits: int) -> tuple[Tensor, Tensor, bool]:
-    """The pairs as they are stored (rounded), and whether all is finite."""
+def statistics(values: Tensor, layout: Layout, bits: int) -> tuple[Tensor, Tensor, bool]:
+    """The pairs ``[units]`` of fp32 ``values`` as they are stored (rounded); whether all is finite.
+
+    At 0 bits the second of a pair is zero.
+    """
     if not bool(torch.isfinite(values).all()):
         return values.new_zeros(0), values.new_zeros(0), False
     kind = layout.codebook.statistics
@@ -193,7 +202,7 @@ def _column_sums(grid: Tensor) -> Tensor:
     return total
 
 
-def _expand(unit_values: Tensor, layout: Layout) -> Tensor:
+def expand(unit_values: Tensor, layout: Layout) -> Tensor:
     """Per-unit values ``[units]`` as per-element values ``[n]`` (or ``[1]`` for one unit)."""
     if layout.units <= 1:
         return unit_values[:1]
