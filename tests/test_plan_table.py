@@ -64,5 +64,5 @@ def test_of_a_model():
     gradients(model, batch("bert"), daf)
     text = plan_table(daf._session)
     counts = [int(row[3]) for row in cells(text) if row[3]]  # long cells take several lines
-    assert sum(counts) == len(daf._session.report().sites) > 10 > len(counts)
+    assert sum(counts) == len(daf._session.report().sites) > 2 * len(counts)
     assert not any(line.endswith(" ") for line in text.splitlines())
