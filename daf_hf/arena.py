@@ -8,20 +8,27 @@ back when the budget shrinks or exact bytes need the room.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from sortedcontainers import SortedList
 
 from .host_memory import advise_huge_pages
-from .kernels.format import PAGE_BYTES, Layout, PageSpace
+from .kernels.format import GROUP, GROUPS_PER_PAGE, PAGE_BYTES, Granularity, Layout, PageSpace
 
 TABLE_ENTRY_BYTES = 4
 PAGE_COST = PAGE_BYTES + TABLE_ENTRY_BYTES
 """Bytes that one page takes out of the budget: itself and its entry in a page table."""
+
+PAGE_ELEMENTS = GROUPS_PER_PAGE * GROUP
+"""Elements of which one page holds a plane."""
+
+PART_PAGES = 128
+"""Pages of a plane that are read at a time, where parts of a tensor will do."""
 
 _SEGMENT_BYTES_MAX = 1 << 22
 _SEGMENT_BYTES_MIN = 1 << 16
@@ -51,6 +58,28 @@ class Stored:
         self.costs = costs
         self.table = array("i")
         self.rank: tuple[float, int, Stored] | None = None
+
+    def parts(self) -> Iterator[tuple[int, Stored]]:
+        """The same activation in parts, with the position of each one's first element.
+
+        Where elements share no statistics but the tensor's, a part of the pages says all of a
+        part of the elements. What is given out is for reading alone.
+        """
+        layout = self.layout
+        elements = PART_PAGES * PAGE_ELEMENTS
+        if layout.units > 1 or layout.numel <= elements:
+            yield 0, self
+            return
+        fixed = layout.statistics_pages
+        for start in range(0, layout.numel, elements):
+            numel = min(elements, layout.numel - start)
+            part = dataclasses.replace(layout, numel=numel, cols=1, granularity=Granularity.TENSOR)
+            stored = Stored(part, self.bits, self.widths, self.costs)
+            stored.table.extend(self.table[:fixed])
+            for plane in range(self.bits):
+                first = fixed + plane * layout.plane_pages + start // PAGE_ELEMENTS
+                stored.table.extend(self.table[first : first + part.plane_pages])
+            yield start, stored
 
     def lower(self) -> int | None:
         """The next lower width, None at the floor."""

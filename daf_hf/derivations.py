@@ -39,9 +39,6 @@ Resolve = Callable[[Any], "tuple[Any, int] | None"]
 """From what the hooks packed to a source and its number of elements; None where it cannot be one.
 """
 
-Read = Callable[[Any], Tensor]
-"""The flat elements of a source, or its witnesses, in memory that the caller may change."""
-
 WITNESSES = 17
 """Elements of a tensor by which a derivation is confirmed in each step; a prime, lest they all
 lie in the same columns.
@@ -60,6 +57,21 @@ def witnesses(numel: int) -> Tensor:
     return torch.tensor([index * numel // WITNESSES for index in range(WITNESSES)])
 
 
+class Reader:
+    """Reads the flat elements of sources, or their witnesses.
+
+    Args:
+        whole: gives all of a source's, in memory that the caller may change.
+    """
+
+    def __init__(self, whole: Callable[[Any], Tensor]) -> None:
+        self.whole = whole
+
+    def parts(self, source: Any) -> Iterator[tuple[int, Tensor]]:
+        """The same in parts, each with the position of its first element."""
+        yield 0, self.whole(source)
+
+
 class Expression(ABC):
     """How a tensor's elements follow from those of sources."""
 
@@ -70,7 +82,7 @@ class Expression(ABC):
         """What it is a function of."""
 
     @abstractmethod
-    def evaluate(self, read: Read, at: Tensor | None = None) -> Tensor:
+    def evaluate(self, read: Reader, at: Tensor | None = None) -> Tensor:
         """The elements, in memory of their own.
 
         Args:
@@ -78,7 +90,11 @@ class Expression(ABC):
             at: ``int64 [k]`` positions, when ``read`` gives the elements at these alone.
         """
 
-    def agrees(self, flat: Tensor, read: Read, at: Tensor | None = None) -> bool:
+    def parts(self, read: Reader, at: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
+        """The same in parts, each with the position of its first element."""
+        yield 0, self.evaluate(read, at)
+
+    def agrees(self, flat: Tensor, read: Reader, at: Tensor | None = None) -> bool:
         """Whether the elements ``flat`` (those at ``at`` alone, if given) are what it says."""
         exact = (flat if at is None else flat[at]).float()
         largest = exact.abs().max().nan_to_num(0.0, 0.0)
@@ -97,13 +113,16 @@ class Source(Expression):
     def sources(self) -> Iterator[Any]:
         yield self.saved
 
-    def evaluate(self, read: Read, at: Tensor | None = None) -> Tensor:
-        return read(self.saved)
+    def evaluate(self, read: Reader, at: Tensor | None = None) -> Tensor:
+        return read.whole(self.saved)
+
+    def parts(self, read: Reader, at: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
+        yield from read.parts(self.saved)
 
 
 @dataclass(frozen=True)
 class Product(Expression):
-    """``left * right * scale``, element by element; either may be bool."""
+    """``left * right * scale``, element by element; ``right`` may be bool."""
 
     left: Expression
     right: Expression
@@ -117,9 +136,11 @@ class Product(Expression):
         yield from self.left.sources()
         yield from self.right.sources()
 
-    def evaluate(self, read: Read, at: Tensor | None = None) -> Tensor:
-        left, right = self.left.evaluate(read, at), self.right.evaluate(read, at)
-        product = left.mul_(right) if left.dtype.is_floating_point else right.mul_(left)
+    def evaluate(self, read: Reader, at: Tensor | None = None) -> Tensor:
+        product = self.left.evaluate(read, at)
+        # The two need not be in memory whole at the same time.
+        for start, part in self.right.parts(read, at):
+            product[start : start + len(part)].mul_(part)
         return product if self.scale == 1.0 else product.mul_(self.scale)
 
 
@@ -145,7 +166,7 @@ class LayerNorm(Expression):
         for source in (self.x, self.mean, self.rstd):
             yield from source.sources()
 
-    def evaluate(self, read: Read, at: Tensor | None = None) -> Tensor:
+    def evaluate(self, read: Reader, at: Tensor | None = None) -> Tensor:
         columns = self.size if at is None else 1
         x = self.x.evaluate(read, at).float().view(-1, columns)
         rstd = self.rstd.evaluate(read, at).float().view(-1, 1)

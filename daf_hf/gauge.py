@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,9 +27,12 @@ SAMPLE_COLS = 512
 STATISTICS_ELEMENTS = 1 << 20
 """Statistics of channels and tensors are taken from about so many: their range grows with them."""
 
-FITTED_AT = (1, 2, 4)
+FITTED_ELEMENTS = 1 << 17
+"""Smaller tensors are left to the named codebooks: a plane of them is less than a codebook."""
+
+FITTED_AT = 2
 FITTED_BEST = 2
-"""Codebooks are fitted for so many of the best codecs at each of these widths."""
+"""Codebooks are fitted for so many of the best codecs at this width."""
 
 
 def sample(flat: Tensor, cols: int, elements: int = SAMPLE_ELEMENTS) -> tuple[Tensor, int]:
@@ -58,15 +61,20 @@ class _Sample:
         flat, self.cols = sample(item.flat, item.cols)
         self.values = flat.float()
         self._many = sample(item.flat, item.cols, STATISTICS_ELEMENTS)[0].float()
+        self._known: dict[tuple[Any, ...], tuple[Tensor, Tensor] | None] = {}
 
     def statistics(self, codec: Codec, bits: int) -> tuple[Tensor, Tensor] | None:
         """Each element's ``(a, s)``; None where the codec cannot represent the elements."""
         layout = codec.layout(self.values.numel(), self.cols, bits)
-        shared = codec.granularity in (Granularity.CHANNEL, Granularity.TENSOR)
-        values = self._many if shared else self.values
-        of = codec.layout(values.numel(), self.cols, bits)
-        a, s, finite = reference.statistics(values, of, bits)
-        return (reference.expand(a, layout), reference.expand(s, layout)) if finite else None
+        key = (codec.granularity, codec.book.statistics, layout.wide, bits > 0)
+        if key not in self._known:
+            shared = codec.granularity in (Granularity.CHANNEL, Granularity.TENSOR)
+            values = self._many if shared else self.values
+            of = codec.layout(values.numel(), self.cols, bits)
+            a, s, finite = reference.statistics(values, of, bits)
+            expanded = (reference.expand(a, layout), reference.expand(s, layout))
+            self._known[key] = expanded if finite else None
+        return self._known[key]
 
 
 class Gauge:
@@ -96,8 +104,8 @@ class Gauge:
 
         for codec in candidate_codecs(item.site, part.values, part.cols):
             measure(codec)
-        for codec in _worth_fitting(found):
-            statistics = part.statistics(codec, min(FITTED_AT))
+        for codec in _worth_fitting(found) if item.flat.numel() >= FITTED_ELEMENTS else ():
+            statistics = part.statistics(codec, FITTED_AT)
             if statistics is not None:
                 measure(fitted(codec, part.values, *statistics))
         return found
@@ -136,14 +144,11 @@ def _restored(part: _Sample, codec: Codec, bits: int, widths: tuple[int, ...]) -
 
 
 def _worth_fitting(found: dict[Codec, tuple[float, ...]]) -> list[Codec]:
-    """The best codecs at a few widths; of those with the same statistics the first."""
-    best = [
-        codec
-        for bits in FITTED_AT
-        for codec in sorted(found, key=lambda codec: found[codec][bits])[:FITTED_BEST]
-    ]
-    kept = {(codec.granularity, codec.book.statistics): codec for codec in reversed(best)}
-    return list(kept.values())
+    """The best codecs; of those with the same statistics the first."""
+    kept: dict[tuple[Any, ...], Codec] = {}
+    for codec in sorted(found, key=lambda codec: found[codec][FITTED_AT]):
+        kept.setdefault((codec.granularity, codec.book.statistics), codec)
+    return list(kept.values())[:FITTED_BEST]
 
 
 def candidate_codecs(site: SaveSite, flat: Tensor, cols: int) -> list[Codec]:

@@ -6,7 +6,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .arena import Stored
-from .derivations import Expression, witnesses
+from .derivations import Expression, Reader, witnesses
 from .refusal import Refusal
 from .sites import SaveSite
 from .spill import SpillFile
@@ -202,6 +202,13 @@ class Pages(Physical):
             self._check_consumer()
         return self.decode(self.stored, self.dtype)
 
+    def parts(self) -> Iterator[tuple[int, Tensor]]:
+        """The elements in parts, with the position of each one's first, where that can be."""
+        if self.private:
+            self._check_consumer()
+        for start, part in self.stored.parts():
+            yield start, self.decode(part, self.dtype)
+
     def _check_consumer(self) -> None:
         node = torch._C._current_autograd_node()
         site = self.site
@@ -240,11 +247,18 @@ class Derived(Physical):
         self.dtype = dtype
 
     def flat(self) -> Tensor:
-        return self.expression.evaluate(_own).to(self.dtype)
+        return self.expression.evaluate(_READER).to(self.dtype)
 
 
-def _own(source: Physical | Tensor) -> Tensor:
-    return source.clone() if isinstance(source, Tensor) else source.own()
+class _Reader(Reader):
+    def parts(self, source: Physical | Tensor) -> Iterator[tuple[int, Tensor]]:
+        if isinstance(source, Pages):
+            yield from source.parts()
+        else:
+            yield 0, self.whole(source)
+
+
+_READER = _Reader(lambda source: source.clone() if isinstance(source, Tensor) else source.own())
 
 
 class Spilled(Physical):
@@ -316,14 +330,17 @@ def source_of(packed: Any) -> tuple[Physical | Tensor, int] | None:
     return None
 
 
-def witnesses_of(source: Physical | Tensor) -> Tensor:
-    """A source's witnesses.
-
-    Raises:
-        LookupError: when it was stored before anything was known to follow from it.
-    """
+def _witnesses(source: Physical | Tensor) -> Tensor:
     if isinstance(source, Tensor):
         return source[witnesses(source.numel())]
     if source.witnesses is None:
         raise LookupError
     return source.witnesses.clone()
+
+
+WITNESSES = Reader(_witnesses)
+"""Reads sources' witnesses.
+
+Raises:
+    LookupError: when a source was stored before anything was known to follow from it.
+"""

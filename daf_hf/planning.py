@@ -73,6 +73,8 @@ class Planner:
             ]
             kept = {(o.codec, o.bits): None for o in [*lower_hull(every), *best]}
             site.candidates = [(c, b) for c, b in kept if c is not None and b is not None]
+            # The codebooks of all others need not stay.
+            site.distortions = {c: site.distortions[c] for c, _ in site.candidates}
             self.compressor.calibrated = True
         self.forget()
 

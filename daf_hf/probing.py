@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .batches import Inputs, batch_of, scalar_loss
 from .codecs import Codec
-from .derivations import Expression, derivation
+from .derivations import Expression, Reader, derivation
 from .gauge import Gauge, sample
 from .hook_stack import pop_hooks, push_hooks
 from .saved_tensors import COMPRESSIBLE, SMALLEST_BYTES, Compressor
@@ -180,7 +180,7 @@ class Graph(_Pass):
         """Find what the item follows from, and confirm it by its elements."""
         flat = item.flat
         item.expression = derivation(tensor, flat.numel(), _source_of)
-        if item.expression is not None and not item.expression.agrees(flat, _own):
+        if item.expression is not None and not item.expression.agrees(flat, _READER):
             item.expression = None
         return item.expression is not None
 
@@ -273,7 +273,7 @@ class Graph(_Pass):
         items = self._derived_from(self.items[site])
         for item in items:
             if item.expression is not None:
-                item.restored = item.expression.evaluate(_own).to(item.flat.dtype)
+                item.restored = item.expression.evaluate(_READER).to(item.flat.dtype)
         nodes = {node for item in items for node in item.readers if node in self._incoming}
         if not all(callable(node) for node in nodes):  # nodes written in Python are not
             whole = _gradients([self.loss], parameters, None)
@@ -319,8 +319,7 @@ def _source_of(packed: Any) -> tuple[Item | Tensor, int] | None:
     return None
 
 
-def _own(source: Item | Tensor) -> Tensor:
-    return source.clone() if isinstance(source, Tensor) else source.own()
+_READER = Reader(lambda source: source.clone() if isinstance(source, Tensor) else source.own())
 
 
 def _gradients(

@@ -26,6 +26,7 @@ from .codecs import BINARY, FRUGAL, GENERAL, Codec
 from .config import DAFConfig
 from .derivations import derivation, witnesses
 from .handles import (
+    WITNESSES,
     Copy,
     DeferredEnds,
     Derived,
@@ -39,7 +40,6 @@ from .handles import (
     Spilled,
     View,
     source_of,
-    witnesses_of,
 )
 from .hook_stack import pop_hooks, push_hooks, top_hooks
 from .kernels import get_backend
@@ -291,7 +291,7 @@ class Compressor:
         expression = derivation(tensor, flat.numel(), source_of)
         if expression is not None:
             with suppress(LookupError):
-                if expression.agrees(flat, witnesses_of, witnesses(flat.numel())):
+                if expression.agrees(flat, WITNESSES, witnesses(flat.numel())):
                     site.placed = None
                     return Derived(site, expression, tensor.dtype)
         site.derived, site.doubted = False, True

@@ -8,7 +8,7 @@ from tiny import batch, build, compressed, gradients, nothing_held, relative_err
 from torch import nn
 from torch.nn.functional import dropout, layer_norm
 
-from daf_hf.derivations import LayerNorm, Product, derivation, witnesses
+from daf_hf.derivations import LayerNorm, Product, Reader, derivation, witnesses
 from daf_hf.tensors import geometry, is_contiguous
 
 ROWS, COLS = 24, 32
@@ -31,8 +31,11 @@ def resolve(packed):
     return (packed, packed.extent) if packed.contiguous else None
 
 
-def read(source):
+def elements(source):
     return (source.flat if isinstance(source, Packed) else source).clone()
+
+
+read = Reader(elements)
 
 
 def last_saved(make, dtype=torch.float32):
@@ -129,9 +132,10 @@ def test_witnesses_tell_what_all_elements_do(name):
     found = last_saved(lambda x: read_by_mm(DERIVED[name](x)))
     at = witnesses(found.extent)
 
-    def few(source):
-        flat = read(source)
-        return flat[witnesses(flat.numel())]
+    def some(source):
+        return elements(source)[witnesses(elements(source).numel())]
+
+    few = Reader(some)
 
     assert found.expression.agrees(found.flat, few, at)
     for position in at.tolist():
