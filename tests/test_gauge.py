@@ -1,0 +1,81 @@
+"""The gauge: what it says on a sample is what the kernels then do to the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from daf_hf import DAFConfig
+from daf_hf.codecs import GELU, Codec
+from daf_hf.gauge import FITTED_BEST, FITTED_ELEMENTS, Gauge
+from daf_hf.kernels.format import Granularity
+from daf_hf.probing import Item
+from daf_hf.saved_tensors import Compressor
+from daf_hf.sites import SaveSite
+
+
+def gauge():
+    return Gauge(Compressor(nn.Linear(4, 4), DAFConfig(budget_mb=10.0)))
+
+
+def item(x, consumer="MmBackward0.self"):
+    site = SaveSite("a/0", "a", consumers={consumer}, shape=tuple(x.shape))
+    return Item(site, x.flatten(), tuple(x.shape), x.ndim - 1)
+
+
+def noise(rows, cols):
+    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(0))
+
+
+DATA = {
+    "normal": noise(4096, 96),
+    "tall, heavy tails": noise(16384, 48).pow(3),
+    "softmax": noise(8192, 64).mul(2).softmax(-1),
+    "outliers": noise(2048, 128) * (1 + 30 * (torch.arange(128) == 77)),
+    "wide": noise(256, 1024),
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_distortions_are_those_of_the_kernels(name):
+    measures, one = gauge(), item(DATA[name])
+    found = measures.distortions(one)
+    assert sum(codec.fitted is not None for codec in found) == FITTED_BEST
+    for codec, errors in found.items():
+        for bits in (1, 2, 4):
+            _, error = measures.restore(one, codec, bits)
+            if codec.granularity is Granularity.TENSOR:  # one range alone: a matter of luck
+                continue
+            assert errors[bits] == pytest.approx(error, rel=0.3, abs=1e-4), (str(codec), bits)
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_the_best_at_few_bits_is_fitted(name):
+    found = gauge().distortions(item(DATA[name]))
+    assert min(found, key=lambda codec: found[codec][2]).fitted is not None
+
+
+def test_gelus_input_in_terms_of_its_derivative():
+    found = gauge().distortions(item(DATA["normal"] - 0.5, "GeluBackward0.self"))
+    private = {codec for codec in found if codec.private}
+    assert GELU in private
+    assert len(private) == 2  # and the fitted one
+    assert min(found, key=lambda codec: found[codec][1]).private
+
+
+def test_a_small_tensor_is_not_worth_a_codebook():
+    rows = FITTED_ELEMENTS // 64
+    for kept, fits in ((rows, True), (rows - 1, False)):
+        found = gauge().distortions(item(noise(kept, 64)))
+        assert any(codec.fitted for codec in found) == fits
+
+
+def test_what_cannot_be_measured_has_no_distortions():
+    for x in (torch.zeros(64, 64), torch.full((64, 64), float("nan"))):
+        assert gauge().distortions(item(x)) == {}
+
+
+def test_codecs_that_overflow_are_left_out():
+    found = gauge().distortions(item(noise(64, 64) * 3e38 / 4))
+    assert Codec(Granularity.GROUP, "uniform") not in found
