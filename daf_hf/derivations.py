@@ -99,7 +99,10 @@ class Expression(ABC):
         exact = (flat if at is None else flat[at]).float()
         largest = exact.abs().max().nan_to_num(0.0, 0.0)
         tolerance = max(TOLERANCE, 4 * torch.finfo(flat.dtype).eps) * float(largest)
-        value = self.evaluate(read, at).float()
+        try:
+            value = self.evaluate(read, at).float()
+        except RuntimeError:  # types or sizes that do not go together
+            return False
         return torch.allclose(value, exact, rtol=0.0, atol=tolerance, equal_nan=True)
 
 
@@ -122,7 +125,7 @@ class Source(Expression):
 
 @dataclass(frozen=True)
 class Product(Expression):
-    """``left * right * scale``, element by element; ``right`` may be bool."""
+    """``left * right * scale``, element by element; either may be a mask of bool or integers."""
 
     left: Expression
     right: Expression
@@ -137,9 +140,13 @@ class Product(Expression):
         yield from self.right.sources()
 
     def evaluate(self, read: Reader, at: Tensor | None = None) -> Tensor:
-        product = self.left.evaluate(read, at)
+        left, right = self.left, self.right
+        product = left.evaluate(read, at)
+        if not product.dtype.is_floating_point:  # a mask: the other one is what can hold the result
+            left, right = right, left
+            product = left.evaluate(read, at)
         # The two need not be in memory whole at the same time.
-        for start, part in self.right.parts(read, at):
+        for start, part in right.parts(read, at):
             product[start : start + len(part)].mul_(part)
         return product if self.scale == 1.0 else product.mul_(self.scale)
 
@@ -209,8 +216,11 @@ def _output(edge: Edge, resolve: Resolve, views: frozenset[str] = RESHAPES) -> E
 
 
 def _packed(node: Any, slot: str) -> Any:
-    """What the hooks packed for a node; None where there is nothing."""
-    return getattr(getattr(node, f"_raw_saved_{slot}", None), "data", None)
+    """What the hooks packed for a node; None where there is nothing, or nothing any more."""
+    try:
+        return getattr(getattr(node, f"_raw_saved_{slot}", None), "data", None)
+    except RuntimeError:
+        return None
 
 
 def _saved(node: Any, slot: str, resolve: Resolve) -> Source | None:
@@ -231,6 +241,8 @@ def _mul(node: Any, resolve: Resolve) -> Expression | None:
 
 def _native_dropout(node: Any, resolve: Resolve) -> Expression | None:
     mask = _saved(node, "result1", resolve)
+    if node._saved_p >= 1.0:
+        return None
     return _product(_output(node.next_functions[0], resolve), mask, 1.0 / (1.0 - node._saved_p))
 
 

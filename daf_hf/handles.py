@@ -159,15 +159,17 @@ class Physical(ABC):
         site: the save site that stored them.
         private: only this site's own consumers may read what is restored.
         witnesses: a few of the elements, exactly, where others are derived from these.
+        saved: lease of the storage: while anything may refer to it, its address stays taken.
     """
 
-    __slots__ = ("__weakref__", "lease", "private", "site", "witnesses")
+    __slots__ = ("__weakref__", "lease", "private", "saved", "site", "witnesses")
 
     def __init__(self, site: SaveSite, lease: Lease | None = None, private: bool = False) -> None:
         self.site = site
         self.lease = lease
         self.private = private
         self.witnesses: Tensor | None = None
+        self.saved: Any = None
 
     @abstractmethod
     def flat(self) -> Tensor:
@@ -237,16 +239,28 @@ class Copy(Physical):
 
 
 class Derived(Physical):
-    """Elements that are evaluated again from others that are held."""
+    """Elements that are evaluated again from others that are held.
 
-    __slots__ = ("dtype", "expression")
+    Args:
+        site: the save site.
+        expression: over physicals, and tensors that are the model's own.
+        versions: of what the model may change in place; evaluating it then raises.
+        dtype: of the elements.
+    """
 
-    def __init__(self, site: SaveSite, expression: Expression, dtype: torch.dtype) -> None:
+    __slots__ = ("dtype", "expression", "versions")
+
+    def __init__(
+        self, site: SaveSite, expression: Expression, versions: list[Version], dtype: torch.dtype
+    ) -> None:
         super().__init__(site)
         self.expression = expression
+        self.versions = versions
         self.dtype = dtype
 
     def flat(self) -> Tensor:
+        for version in self.versions:
+            version.check()
         return self.expression.evaluate(_READER).to(self.dtype)
 
 

@@ -6,7 +6,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -219,7 +219,8 @@ class Graph(_Pass):
             for slot in _saved_slots(type(node)):
                 self._reader = node, f"{node.name()}.{slot.removeprefix('_saved_')}"
                 try:
-                    getattr(node, slot)
+                    with suppress(RuntimeError):  # run backward, and freed, in the forward pass
+                        getattr(node, slot)
                 finally:
                     self._reader = None
         # Who reads what is derived reads, in effect, what it is derived from.

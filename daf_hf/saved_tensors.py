@@ -159,6 +159,7 @@ class Compressor:
         with self.lock:
             self._ends.settle()
             self.workspace.clear()
+        self.tracker.restart()
         self.learn_parameters()
 
     def learn_parameters(self) -> None:
@@ -277,6 +278,7 @@ class Compressor:
             if physical is None:
                 cols = columns(shape, column, extent)
                 physical = self._place(flat, cols, site, cdata, whole)
+            physical.saved = lease
             if site.feeds and flat.numel():
                 physical.witnesses = flat[witnesses(flat.numel())]
             self._physicals[key] = weakref.ref(physical, self._forget(key))
@@ -288,12 +290,20 @@ class Compressor:
 
     def _derive(self, flat: Tensor, tensor: Tensor, site: SaveSite) -> Physical | None:
         """Store nothing: the elements follow from what is held already."""
-        expression = derivation(tensor, flat.numel(), source_of)
+        versions = []
+
+        def resolve(packed: Any) -> tuple[Any, int] | None:
+            found = source_of(packed)
+            if found is not None and isinstance(found[0], (Tensor, Copy)) and packed.version:
+                versions.append(packed.version)
+            return found
+
+        expression = derivation(tensor, flat.numel(), resolve)
         if expression is not None:
             with suppress(LookupError):
                 if expression.agrees(flat, WITNESSES, witnesses(flat.numel())):
                     site.placed = None
-                    return Derived(site, expression, tensor.dtype)
+                    return Derived(site, expression, versions, tensor.dtype)
         site.derived, site.doubted = False, True
         self.unplanned.add(site)
         self.ledger.count("doubted")

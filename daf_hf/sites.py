@@ -250,6 +250,12 @@ class SiteTracker:
         self._local.calls = [_Call(self._root(), "")]
         return before
 
+    def restart(self) -> None:
+        """The root module is called again, while its last call was not yet finished."""
+        calls = self._calls()
+        if len(calls) == 1:
+            calls[0].seen.clear()
+
     def finish(self, before: list[_Call]) -> None:
         """End it, whatever calls an exception left open."""
         self._local.calls = before

@@ -265,3 +265,116 @@ def test_what_follows_from_few_bits_is_counted_in_their_importance():
     assert all("MmBackward0.self" in site.consumers for site in norms)
     assert norms
     assert not softmax  # without dropout the product is the softmax itself
+
+
+# What breaks traces -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8], ids=str)
+@pytest.mark.parametrize("first", [True, False])
+def test_masks_of_other_types(dtype, first):
+    mask = torch.arange(ROWS * COLS).view(ROWS, COLS).remainder(3).bool().to(dtype)
+
+    def product(x):
+        y = x.softmax(-1)
+        return read_by_mm(mask * y if first else y * mask)
+
+    found = last_saved(product)
+    assert torch.equal(found.expression.evaluate(read), found.flat)
+
+
+def test_everything_dropped():
+    found = last_saved(lambda x: read_by_mm(torch.native_dropout(norm(x), 1.0, True)[0]))
+    assert found.expression is None
+
+
+class TwoHeads(nn.Module):
+    """One LayerNorm's output, read by two heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.input, self.norm = nn.Linear(64, 64), nn.LayerNorm(64)
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        y = self.norm(self.input(x))
+        return self.first(y).square().mean(), self.second(y).square().mean()
+
+
+def two_heads(bits=(4,)):
+    torch.manual_seed(0)
+    model, x = TwoHeads(), torch.randn(128, 64)
+    daf, compressor = compressed(model, 50.0, bits=bits)
+    with daf:
+        sum(model(x)).backward()
+    daf.step()
+    for site in compressor.tracker.sites.values():  # in pages, not exactly
+        site.candidates = [(codec, bits) for codec, bits in site.candidates if bits]
+    assert derived_sites(compressor)
+    return model, x, daf, compressor
+
+
+def test_what_is_derived_keeps_the_addresses_of_its_sources_taken():
+    """Else another tensor at the same address would be taken for the source."""
+    model, x, daf, compressor = two_heads()
+    with daf:
+        first, second = model(x)
+    first.backward(inputs=[model.input.weight, model.norm.weight])
+    assert {key[0] for key in compressor._physicals} <= compressor.ledger._holdings.keys()
+    second.backward(inputs=[model.second.weight])
+    del first, second
+    assert nothing_held(compressor)
+
+
+def test_a_weight_that_changes_before_backward_is_noticed():
+    model, x, daf, _ = two_heads()
+    with daf:
+        loss = sum(model(x))
+    with torch.no_grad():
+        model.norm.weight.mul_(1.5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward(inputs=[model.first.weight])
+
+
+class BackwardInForward(nn.Module):
+    """Runs part of its graph backward in the forward pass, from the second call on."""
+
+    def __init__(self):
+        super().__init__()
+        self.input, self.output = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.early = False
+
+    def forward(self, x):
+        h = self.input(x)
+        t, g = h.tanh(), h.sigmoid()
+        if self.early:
+            (t.sum() + g.sum()).backward()
+        return self.output(t * g).square().mean()
+
+
+def test_a_graph_that_is_freed_in_the_forward_pass():
+    model, x = BackwardInForward(), torch.randn(128, 64)
+    daf, compressor = compressed(model, 50.0, bits=(8,))
+    with daf:
+        for _ in range(3):
+            loss = model(x)
+            loss.backward(inputs=[model.output.weight])
+            model.early = True
+            daf.step()
+    del loss
+    assert nothing_held(compressor)
+
+
+def test_a_loop_in_one_block_meets_the_same_sites():
+    """Those of the root module's own operations, too."""
+    model, x = BackwardInForward(), torch.randn(128, 64)
+    daf, compressor = compressed(model, 50.0, bits=(8,))
+    counts = []
+    with daf:
+        for _ in range(4):
+            model(x).backward()
+            counts.append(len(compressor.tracker.sites))
+            daf.step()
+    assert len(set(counts)) == 1
+    assert derived_sites(compressor)
+    assert not compressor.ledger.counts
