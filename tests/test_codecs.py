@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
-
 import pytest
 import torch
+from tiny import restored
 
 from daf_hf.codecs import BINARY, GELU, GENERAL, Codec, gelu_slope, parse_codec
-from daf_hf.kernels import reference
-from daf_hf.kernels.format import MAX_BITS, PAGE_BYTES, Granularity, PageSpace
+from daf_hf.kernels.format import MAX_BITS, Granularity
 
 BOOKS = ("uniform", "normal", "root", "gelu")
 
@@ -21,19 +19,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def restored(x: torch.Tensor, codec: Codec, bits: int) -> torch.Tensor:
-    """``x`` after a round trip through ``codec``."""
-    layout = codec.layout(x.numel(), x.shape[-1], bits)
-    pages = layout.pages(bits)
-    segment = torch.zeros(max(pages, 1) * PAGE_BYTES, dtype=torch.uint8)
-    space = PageSpace(1 << pages.bit_length(), [segment], array("q", [segment.data_ptr()]))
-    table = array("i", range(pages))
-    assert reference.encode(x.flatten(), layout, bits, table, space)
-    out = torch.empty(x.numel())
-    reference.decode(out, layout, bits, table, space)
-    return out.view(x.shape)
 
 
 def relative_error(x: torch.Tensor, codec: Codec, bits: int) -> float:

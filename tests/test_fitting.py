@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from array import array
 
 import numpy as np
 import pytest
@@ -12,11 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from tiny import restored
 
 from daf_hf.codecs import _LAYOUTS_KEPT, GELU, Codec, gelu_slope
 from daf_hf.fitting import fitted, tree_codes
 from daf_hf.kernels import cpu, reference
-from daf_hf.kernels.format import MAX_BITS, PAGE_BYTES, Granularity, PageSpace
+from daf_hf.kernels.format import MAX_BITS, Granularity
 
 ROWS, COLS = 512, 96
 NATIVE = cpu.status().available
@@ -43,18 +43,6 @@ def fit(x, codec):
     layout = codec.layout(x.numel(), x.shape[-1], 2)
     a, s, _ = reference.statistics(x.flatten(), layout, 2)
     return fitted(codec, x.flatten(), reference.expand(a, layout), reference.expand(s, layout))
-
-
-def restored(x, codec, bits, backend=reference):
-    layout = codec.layout(x.numel(), x.shape[-1], bits)
-    pages = layout.pages(bits)
-    segment = torch.zeros(max(pages, 1) * PAGE_BYTES, dtype=torch.uint8)
-    space = PageSpace(1 << pages.bit_length(), [segment], array("q", [segment.data_ptr()]))
-    table = array("i", range(pages))
-    assert backend.encode(x.flatten(), layout, bits, table, space)
-    out = torch.empty(x.numel())
-    backend.decode(out, layout, bits, table, space)
-    return out.view(x.shape)
 
 
 def error(x, codec, bits):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from array import array
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -24,6 +25,8 @@ from transformers import (
 )
 
 from daf_hf.arena import PAGE_COST, TABLE_ENTRY_BYTES
+from daf_hf.kernels import reference
+from daf_hf.kernels.format import PAGE_BYTES, PageSpace
 from daf_hf.loops import compress_activations
 
 VOCABULARY = 120
@@ -204,6 +207,19 @@ def checkpointing(model, reentrant):
     model.enable_input_require_grads()
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": reentrant})
+
+
+def restored(x, codec, bits, backend=reference):
+    """``x`` after a round trip through a codec."""
+    layout = codec.layout(x.numel(), x.shape[-1], bits)
+    pages = layout.pages(bits)
+    segment = torch.zeros(max(pages, 1) * PAGE_BYTES, dtype=torch.uint8)
+    space = PageSpace(1 << pages.bit_length(), [segment], array("q", [segment.data_ptr()]))
+    table = array("i", range(pages))
+    assert backend.encode(x.flatten(), layout, bits, table, space)
+    out = torch.empty(x.numel())
+    backend.decode(out, layout, bits, table, space)
+    return out.view(x.shape)
 
 
 def loss_of(outputs):
