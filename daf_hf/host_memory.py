@@ -53,6 +53,13 @@ def short_lived_blocks() -> Iterator[None]:
         yield
     finally:
         libc.mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
+        trim_heap()
+
+
+def trim_heap() -> None:
+    """Give free memory of malloc's heap back to the system; takes some milliseconds."""
+    libc = _glibc()
+    if libc is not None:
         libc.malloc_trim(0)
 
 

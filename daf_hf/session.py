@@ -23,7 +23,7 @@ from .arena import PAGE_COST
 from .batches import Inputs, batch_of, signature
 from .calibration import Calibration, CalibrationError, NothingToMeasureError
 from .config import DAFConfig
-from .host_memory import short_lived_blocks, tune_malloc
+from .host_memory import short_lived_blocks, trim_heap, tune_malloc
 from .planning import Plan, Planner
 from .saved_tensors import Compressor
 
@@ -229,6 +229,7 @@ class Session:
         self._steps_here += 1
         self.compressor.refuses = False
         self._resident.sample()
+        trim_heap()
 
     def set_budget(self, budget_mb: float) -> None:
         """Change the budget, in MB of 10^6 bytes; effective at once.
