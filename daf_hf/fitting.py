@@ -43,7 +43,10 @@ def fitted(codec: Codec, values: Tensor, a: Tensor, s: Tensor) -> Codec:
     cells = cells_of(values, a, s, base).long()
     weight, moment = s.square().expand(len(values)), s * (values - a)
     return dataclasses.replace(
-        codec, fitted=_book(base, cell_centres(base), _sums(cells, weight, moment), np.float32)
+        codec,
+        fitted=_book(
+            base, cell_centres(base), _sums(cells, weight, moment, base.cells), np.float32
+        ),
     )
 
 
@@ -53,18 +56,16 @@ def _fitted_to_slopes(base: Codebook, values: Tensor) -> Codebook:
     cells = cells_of(values, 0.0 * one, one, base).long()
     slopes = gelu_slope(values)
     centres = gelu_slope(torch.from_numpy(cell_centres(base))).numpy()
-    sums = _sums(cells, torch.ones_like(values), slopes)
+    sums = _sums(cells, torch.ones_like(values), slopes, base.cells)
     return _book(base, centres, sums, slope_inputs)
 
 
-def _sums(cells: Tensor, weight: Tensor, moment: Tensor) -> tuple[Floats, Floats]:
-    """Weight and first moment of the values in each cell."""
-
-    def total(weights: Tensor) -> Floats:
-        return torch.bincount(cells, weights.double(), base_cells).cpu().numpy()
-
-    base_cells = root().cells
-    return total(weight), total(moment)
+def _sums(cells: Tensor, weight: Tensor, moment: Tensor, count: int) -> tuple[Floats, Floats]:
+    """Weight and first moment of the values in each of ``count`` cells."""
+    totals = [
+        torch.bincount(cells, each.double(), count).cpu().numpy() for each in (weight, moment)
+    ]
+    return totals[0], totals[1]
 
 
 def _book(
