@@ -173,7 +173,7 @@ class Calibration:
                 found.mean_square,
                 found.mean_magnitude,
             )
-            site.two_valued = found.two_valued
+            site.two_valued, site.keep = found.two_valued, found.keep
             site.distortions = found.distortions
             if found.distortions:
                 self._nbytes[site] = found.numel * found.uses * site.dtype.itemsize

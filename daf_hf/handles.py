@@ -15,6 +15,8 @@ from torch import Tensor
 
 from .arena import Stored
 from .derivations import Expression, Reader, witnesses
+from .dropout import PART_ELEMENTS, Noise
+from .kernels.noise import Stream
 from .refusal import Refusal
 from .sites import SaveSite
 from .spill import SpillFile
@@ -179,6 +181,10 @@ class Physical(ABC):
         """The same, in memory that the caller may change."""
         return self.flat()
 
+    def parts(self) -> Iterator[tuple[int, Tensor]]:
+        """The same, in parts where that can be, with the position of each one's first element."""
+        yield 0, self.own()
+
 
 class Pages(Physical):
     """Elements in the arena."""
@@ -205,7 +211,6 @@ class Pages(Physical):
         return self.decode(self.stored, self.dtype)
 
     def parts(self) -> Iterator[tuple[int, Tensor]]:
-        """The elements in parts, with the position of each one's first, where that can be."""
         if self.private:
             self._check_consumer()
         for start, part in self.stored.parts():
@@ -238,6 +243,39 @@ class Copy(Physical):
         return self.elements.clone()
 
 
+class Drawn(Physical):
+    """Dropout's noise, of which the generator's state is held.
+
+    Args:
+        site: the save site.
+        lease: of the state.
+        noise: what is drawn.
+        draw: gives the next so many elements of a stream, of a dtype.
+    """
+
+    __slots__ = ("draw", "noise")
+
+    def __init__(
+        self,
+        site: SaveSite,
+        lease: Lease,
+        noise: Noise,
+        draw: Callable[[Stream, int, torch.dtype], Tensor],
+    ) -> None:
+        super().__init__(site, lease)
+        self.noise = noise
+        self.draw = draw
+
+    def flat(self) -> Tensor:
+        return self.draw(self.noise.begin(), self.noise.numel, self.noise.dtype)
+
+    def parts(self) -> Iterator[tuple[int, Tensor]]:
+        noise, stream = self.noise, self.noise.begin()
+        size = PART_ELEMENTS if stream.divisible else noise.numel
+        for start in range(0, noise.numel, size):
+            yield start, self.draw(stream, min(size, noise.numel - start), noise.dtype)
+
+
 class Derived(Physical):
     """Elements that are evaluated again from others that are held.
 
@@ -266,10 +304,10 @@ class Derived(Physical):
 
 class _Reader(Reader):
     def parts(self, source: Physical | Tensor) -> Iterator[tuple[int, Tensor]]:
-        if isinstance(source, Pages):
-            yield from source.parts()
+        if isinstance(source, Tensor):
+            yield 0, source
         else:
-            yield 0, self.whole(source)
+            yield from source.parts()
 
 
 _READER = _Reader(lambda source: source.clone() if isinstance(source, Tensor) else source.own())

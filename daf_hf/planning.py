@@ -10,6 +10,7 @@ from typing import Any
 from .allocation import ALLOCATORS, Option, lower_hull
 from .arena import PAGE_COST
 from .codecs import BINARY
+from .kernels.noise import STATE_BYTES
 from .saved_tensors import SMALLEST_BYTES, Compressor
 from .sites import Batch, SaveSite
 
@@ -156,4 +157,6 @@ class Planner:
             return 0
         if site.two_valued and nbytes >= SMALLEST_BYTES:
             nbytes = BINARY.layout(numel, cols or 1, 1).pages(1) * PAGE_COST
+            if site.keep is not None:
+                nbytes = min(nbytes, STATE_BYTES)
         return nbytes * site.probed.uses

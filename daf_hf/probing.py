@@ -363,6 +363,7 @@ class Finding:
         uses: tensors stored in one forward pass; duplicates of others' do not count.
         mean_square, mean_magnitude: of its elements.
         two_valued: it has exactly two values.
+        keep: see :class:`SaveSite`.
         distortions: for each candidate codec, at 0..8 bits.
     """
 
@@ -373,6 +374,7 @@ class Finding:
     mean_square: float
     mean_magnitude: float
     two_valued: bool
+    keep: float | None
     distortions: dict[Codec, tuple[float, ...]]
 
 
@@ -401,9 +403,11 @@ class Survey(_Pass):
     def _first(self, item: Item, tensor: Tensor) -> bool:
         found = self.findings.get(item.site)
         if found is None:
-            self.findings[item.site] = self._find(item)
+            found = self.findings[item.site] = self._find(item)
         else:
             found.uses += 1
+        if found.two_valued:
+            self.compressor.draws.note()
         return True
 
     def _again(self, known: bool, shape: torch.Size, stride: tuple[int, ...]) -> None:
@@ -424,11 +428,14 @@ class Survey(_Pass):
             0.0 if empty else float(values.square().mean()),
             0.0 if empty else float(values.abs().mean()),
             False,
+            None,
             {},
         )
         if flat.nbytes >= SMALLEST_BYTES and item.site.compressible:
             finding.two_valued = is_two_valued(flat)
             derived = item.site.derived
+            if finding.two_valued:
+                finding.keep = self.compressor.draws.learn(flat)
             if not finding.two_valued and not derived and flat.dtype in COMPRESSIBLE:
                 finding.distortions = self._gauge.distortions(item)
         return finding

@@ -25,11 +25,13 @@ from .arena import PAGE_COST, Arena, Stored
 from .codecs import BINARY, FRUGAL, GENERAL, Codec
 from .config import DAFConfig
 from .derivations import derivation, witnesses
+from .dropout import Draws
 from .handles import (
     WITNESSES,
     Copy,
     DeferredEnds,
     Derived,
+    Drawn,
     Handle,
     Kept,
     Lease,
@@ -44,6 +46,7 @@ from .handles import (
 from .hook_stack import pop_hooks, push_hooks, top_hooks
 from .kernels import get_backend
 from .kernels.format import MAX_BITS
+from .kernels.noise import STATE_BYTES, Stream, streams
 from .refusal import BudgetError, Refusal
 from .sites import SaveSite, SiteTracker
 from .spill import SpillFile
@@ -78,7 +81,7 @@ class Compressor:
         config: the options.
 
     Attributes:
-        arena, workspace, ledger, tracker, backend: the parts.
+        arena, workspace, ledger, tracker, draws, backend: the parts.
         lock: held while the arena changes.
         refuses: an overflow is refused (:class:`BudgetError`) rather than spilled.
         calibrated: there are importances to plan by.
@@ -94,7 +97,8 @@ class Compressor:
         self.arena = Arena(config.budget_bytes, self.device)
         self.workspace = Workspace()
         self.ledger = Ledger()
-        self.tracker = SiteTracker(model, config.include, config.exclude)
+        self.draws = Draws(streams(self.backend))
+        self.tracker = SiteTracker(model, config.include, config.exclude, self.draws.note)
         self.refuses = config.on_overflow == "error"
         self.refusal = Refusal()
         self.calibrated = False
@@ -160,6 +164,7 @@ class Compressor:
             self._ends.settle()
             self.workspace.clear()
         self.tracker.restart()
+        self.draws.note()
         self.learn_parameters()
 
     def learn_parameters(self) -> None:
@@ -231,6 +236,15 @@ class Compressor:
             self.ledger.kernel_seconds += perf_counter() - began
         return out
 
+    def draw(self, stream: Stream, numel: int, dtype: torch.dtype) -> Tensor:
+        """The next ``numel`` elements of a stream as a new flat tensor."""
+        with self.lock:
+            began = perf_counter()
+            out = self.workspace.empty(numel, dtype, self.arena.device)
+            stream.fill(out)
+            self.ledger.kernel_seconds += perf_counter() - began
+        return out
+
     def _save(self, tensor: Tensor, frame: FrameType) -> Handle:
         if not is_ordinary(tensor):
             self.ledger.count("not_understood")
@@ -282,6 +296,8 @@ class Compressor:
             if site.feeds and flat.numel():
                 physical.witnesses = flat[witnesses(flat.numel())]
             self._physicals[key] = weakref.ref(physical, self._forget(key))
+            if site.two_valued:
+                self.draws.note()
         else:
             site.placed = physical.site.placed
         if not whole:
@@ -302,7 +318,7 @@ class Compressor:
         if expression is not None:
             with suppress(LookupError):
                 if expression.agrees(flat, WITNESSES, witnesses(flat.numel())):
-                    site.placed = None
+                    site.placed = "derived", None
                     return Derived(site, expression, versions, tensor.dtype)
         site.derived, site.doubted = False, True
         self.unplanned.add(site)
@@ -321,11 +337,15 @@ class Compressor:
     # Placement ---------------------------------------------------------------------------------
 
     def _place(self, flat: Tensor, cols: int, site: SaveSite, cdata: int, whole: bool) -> Physical:
-        """Store ``flat``: in one plane without loss, as planned, or exactly."""
+        """Store ``flat``: as the generator's state, in one plane, as planned, or exactly."""
         if self.wants_pages(flat, site):
             if not site.known:
                 self.unplanned.add(site)
             option = site.option
+            if site.keep is not None:
+                physical = self._draw_again(flat, site, site.keep)
+                if physical is not None:
+                    return physical
             if site.two_valued or (option is None and may_be_two_valued(flat)):
                 binary = Stored(BINARY.layout(flat.numel(), cols, 1), 1, (1,), ())
                 physical = self._encode(flat, site, binary, BINARY)
@@ -336,6 +356,14 @@ class Compressor:
                 if physical is not None:
                     return physical
         return self._hold(flat, cols, site, cdata, whole)
+
+    def _draw_again(self, flat: Tensor, site: SaveSite, keep: float) -> Physical | None:
+        """Hold what the elements were drawn from; None where they were not."""
+        noise = self.draws.recognise(flat, keep)
+        if noise is None or self.refusal or not self._reserve(STATE_BYTES):
+            return None
+        site.placed = "drawn", None
+        return Drawn(site, Lease(self._end_outside, STATE_BYTES), noise, self.draw)
 
     def wants_pages(self, flat: Tensor, site: SaveSite) -> bool:
         """Whether a tensor may be encoded at all."""
@@ -398,7 +426,7 @@ class Compressor:
             ledger.is_held_exactly(cdata) or ledger.storage_bytes(cdata) <= flat.nbytes
         )
         needed = ledger.hold_exactly(cdata) if shared else flat.nbytes
-        site.placed = None
+        site.placed = "exact", None
         if not self.refusal and self._reserve(needed):
             if shared:
                 return Copy(site, flat, Lease(self._end_exact, cdata))

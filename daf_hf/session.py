@@ -299,7 +299,7 @@ class Session:
     def _site_reports(self) -> list[SiteReport]:
         reports = []
         for site in self.compressor.tracker.sites.values():
-            codec, bits = site.placed or ("derived" if site.derived else "exact", None)
+            codec, bits = site.placed
             reports.append(
                 SiteReport(
                     site.name,

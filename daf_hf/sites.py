@@ -68,12 +68,15 @@ class SaveSite:
             tensor's own energy in the consumer's terms.
         candidates: the codecs and widths worth offering to the allocator.
         two_valued: calibration found exactly two values: stored in one plane without loss.
+        keep: calibration found it to be dropout's noise, as the default generator drew it: the
+            probability of an element's not being 0. The generator's state is stored.
         derived: calibration found it to be a function of other saved tensors: not stored.
         feeds: others are functions of it.
         doubted: a step could not confirm that; it is stored from then on.
         known: it was there at the last calibration.
         option: what the current plan chose; None for sites that need no choice.
-        placed: codec and bits with which the last tensor was stored; None: exactly.
+        placed: codec and bits with which the last tensor was stored; or a word for how it was
+            not encoded, and None.
     """
 
     name: str
@@ -89,12 +92,13 @@ class SaveSite:
     distortions: dict[Codec, tuple[float, ...]] = field(default_factory=dict)
     candidates: list[tuple[Codec, int]] = field(default_factory=list)
     two_valued: bool = False
+    keep: float | None = None
     derived: bool = False
     feeds: bool = False
     doubted: bool = False
     known: bool = False
     option: Option | None = None
-    placed: tuple[Codec, int] | None = None
+    placed: tuple[Codec, int] | tuple[str, None] = ("exact", None)
 
     @property
     def consumer(self) -> str:
@@ -156,9 +160,12 @@ class _Call:
 class _Hook:
     """A hook of one model: its copies, and pickles of it, get one that does nothing."""
 
-    def __init__(self, calls: Callable[[], list[_Call]], name: str) -> None:
+    def __init__(
+        self, calls: Callable[[], list[_Call]], name: str, on_call: Callable[[], None]
+    ) -> None:
         self._calls = calls
         self._name = name
+        self._on_call = on_call
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _no_hook, ()
@@ -168,6 +175,7 @@ class _Enter(_Hook):
     def __call__(self, module: nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling():
             self._calls().append(_Call(module, self._name))
+            self._on_call()
 
 
 class _Leave(_Hook):
@@ -192,15 +200,21 @@ class SiteTracker:
     Args:
         model: the root module.
         include, exclude: fnmatch patterns on module names.
+        on_call: called whenever a submodule is.
 
     Raises:
         ValueError: for a pattern that no module's name matches.
     """
 
     def __init__(
-        self, model: nn.Module, include: Sequence[str] = ("*",), exclude: Sequence[str] = ()
+        self,
+        model: nn.Module,
+        include: Sequence[str] = ("*",),
+        exclude: Sequence[str] = (),
+        on_call: Callable[[], None] = lambda: None,
     ) -> None:
         self._model = weakref.ref(model)
+        self._on_call = on_call
         self.sites: dict[tuple[Any, ...], SaveSite] = {}
         self._include, self._exclude = tuple(include), tuple(exclude)
         names = [name for name, _ in model.named_modules()]
@@ -233,8 +247,10 @@ class SiteTracker:
         self._removers.clear()
 
     def _follow(self, name: str, module: nn.Module) -> None:
-        enter = module.register_forward_pre_hook(_Enter(self._calls, name))
-        leave = module.register_forward_hook(_Leave(self._calls, name), always_call=True)
+        enter = module.register_forward_pre_hook(_Enter(self._calls, name, self._on_call))
+        leave = module.register_forward_hook(
+            _Leave(self._calls, name, self._on_call), always_call=True
+        )
         self._removers += [enter.remove, leave.remove]
 
     def _calls(self) -> list[_Call]:

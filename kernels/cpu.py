@@ -8,6 +8,7 @@ instruction set and the number of threads. The library is built when the package
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import weakref
 from array import array
@@ -32,7 +33,7 @@ PARALLEL_BYTES = 1 << 20
 
 _FOLDER = Path(__file__).parent
 _NAME = "_native"
-_ABI_VERSION = 2
+_ABI_VERSION = 3
 _DTYPES = {
     torch.float32: 0,
     torch.bfloat16: 1,
@@ -40,6 +41,7 @@ _DTYPES = {
     torch.uint8: 3,
     torch.bool: 4,
 }
+_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 _CPU = torch.device("cpu")
 
 
@@ -67,6 +69,10 @@ class _Layout(ctypes.Structure):
         ("wide", ctypes.c_int32),
         ("book", ctypes.c_void_p),
     ]
+
+
+class _Mersenne(ctypes.Structure):
+    _fields_ = [("words", ctypes.c_uint32 * 624), ("next", ctypes.c_int32)]
 
 
 @dataclass(frozen=True)
@@ -110,6 +116,16 @@ class CpuBackend:
         library.daf_book_create.restype = pointer
         library.daf_book_destroy.argtypes = [pointer]
         library.daf_book_destroy.restype = None
+        library.daf_noise_begin.argtypes = [pointer, pointer]
+        library.daf_noise.argtypes = [
+            pointer,
+            long,
+            ctypes.c_uint64,
+            number,
+            ctypes.c_uint32,
+            pointer,
+        ]
+        library.daf_noise.restype = None
         self._encode, self._decode = library.daf_encode, library.daf_decode
         self._books: weakref.WeakKeyDictionary[Codebook, int] = weakref.WeakKeyDictionary()
         self._layouts: weakref.WeakKeyDictionary[Layout, tuple[_Layout, int]] = (
@@ -184,6 +200,18 @@ class CpuBackend:
         if result < 0:
             raise MemoryError("no memory for the statistics of the columns")
 
+    def noise(self, state: Tensor, keep: float) -> NativeStream:
+        """Dropout's noise from a state of torch's CPU generator; see :mod:`daf_hf.kernels.noise`.
+
+        Args:
+            state: ``uint8 [5056]``; not changed.
+            keep: the probability that an element is not 0.
+
+        Raises:
+            ValueError: the state is not that of a Mersenne Twister.
+        """
+        return NativeStream(self._library, state, keep)
+
     def _check(self, x: Tensor, layout: Layout, bits: int, table: array) -> tuple[int, int, int]:
         """Address of the layout's descriptor, dtype code, threads to use."""
         check_fit(x, layout, bits, table, _CPU)
@@ -228,6 +256,28 @@ class CpuBackend:
             self._books[codebook] = book
             weakref.finalize(codebook, self._library.daf_book_destroy, book)
         return book
+
+
+class NativeStream:
+    """A :class:`daf_hf.kernels.noise.Stream` of the native backend. Made by it."""
+
+    divisible = True
+
+    def __init__(self, library: ctypes.CDLL, state: Tensor, keep: float) -> None:
+        self._draw = library.daf_noise
+        self._engine = _Mersenne()
+        self._address = ctypes.addressof(self._engine)
+        self._keep = keep
+        if not library.daf_noise_begin(self._address, state.data_ptr()):
+            raise ValueError("this is not the state of a Mersenne Twister")
+
+    def fill(self, out: Tensor) -> None:
+        """Fill ``out``, flat and contiguous, of fp32, bf16 or fp16, with 0 and ``1 / keep``."""
+        kept = torch.ones(1, dtype=out.dtype).div_(self._keep).view(_BITS[out.dtype])
+        # An element is kept where 53 random bits, as an integer, are below the threshold.
+        threshold = math.ceil(self._keep * 2.0**53)
+        width = out.element_size()
+        self._draw(self._address, out.numel(), threshold, width, int(kept), out.data_ptr())
 
 
 @cache

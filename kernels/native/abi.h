@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-#define DAF_ABI_VERSION 2
+#define DAF_ABI_VERSION 3
 
 #define DAF_EXPORT __attribute__((visibility("default")))
 
@@ -38,6 +38,12 @@ typedef struct {
   int32_t wide;
   const daf_book* book;
 } daf_layout;
+
+// A Mersenne Twister: its words, and the index of the next one to be taken (624: none is left).
+typedef struct {
+  uint32_t words[624];
+  int32_t next;
+} daf_mersenne;
 
 // Where pages are: page p is at pointers[p / pages_per_segment] + (p % pages_per_segment) pages.
 typedef struct {
@@ -73,6 +79,14 @@ DAF_EXPORT int daf_encode(const daf_layout* layout, int bits, int dtype, const v
 DAF_EXPORT int daf_decode(const daf_layout* layout, int bits, int dtype, void* out,
                           const int32_t* table, const int64_t* pointers,
                           int64_t pages_per_segment, int threads);
+
+// Reads the state of torch's CPU generator. 0 where it is not one of a Mersenne Twister.
+DAF_EXPORT int daf_noise_begin(daf_mersenne* engine, const uint8_t* state);
+
+// Draws `count` elements of `width` bytes, 2 or 4: `value` where a uniform number of 53 bits is
+// below `threshold`, else 0. Moves the engine on.
+DAF_EXPORT void daf_noise(daf_mersenne* engine, int64_t count, uint64_t threshold, int width,
+                          uint32_t value, void* out);
 
 #ifdef __cplusplus
 }

@@ -22,6 +22,8 @@ constexpr float SMALLEST_SCALE = 1e-30f;
 constexpr int CHANNEL_BLOCK_ROWS = 64;
 constexpr int CHANNEL_BLOCKS_MAX = 64;
 
+constexpr int MERSENNE_WORDS = 624;
+
 constexpr int BATCH = 8;  // groups worked on together, in L1; divides GROUPS_PER_PAGE
 constexpr int CHUNK_GROUPS = 8 * GROUPS_PER_PAGE;  // groups that a thread takes at a time
 
@@ -94,6 +96,8 @@ struct Kernels {
   const char* isa;
   int (*encode)(Job& job);
   int (*decode)(Job& job);
+  void (*noise)(daf_mersenne& engine, int64_t count, uint64_t threshold, int width, uint32_t value,
+                void* out);
 };
 
 inline uint32_t bits_of(float value) {

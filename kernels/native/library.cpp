@@ -215,4 +215,24 @@ int daf_decode(const daf_layout* layout, int bits, int dtype, void* out, const i
   return daf::active->decode(job);
 }
 
+int daf_noise_begin(daf_mersenne* engine, const uint8_t* state) {
+  // seed (64 bits), words left and one (32), seeded (32), next word (64), words (64 each)
+  int32_t left;
+  std::memcpy(&left, state + 8, sizeof left);
+  if (left < 1 || left > daf::MERSENNE_WORDS) return 0;
+  for (int i = 0; i < daf::MERSENNE_WORDS; ++i) {
+    uint64_t word;
+    std::memcpy(&word, state + 24 + 8 * i, sizeof word);
+    if (word >> 32) return 0;
+    engine->words[i] = static_cast<uint32_t>(word);
+  }
+  engine->next = daf::MERSENNE_WORDS + 1 - left;
+  return 1;
+}
+
+void daf_noise(daf_mersenne* engine, int64_t count, uint64_t threshold, int width, uint32_t value,
+               void* out) {
+  daf::active->noise(*engine, count, threshold, width, value, out);
+}
+
 }  // extern "C"
