@@ -316,9 +316,7 @@ def test_what_is_derived_keeps_the_addresses_of_its_sources_taken():
     """Else another tensor at the same address would be taken for the source."""
     model, x, daf, compressor = two_heads(0.12)
     norm_input = next(s for s in compressor.tracker.sites.values() if s.feeds and s.shape[1] > 1)
-    assert (
-        norm_input.placed[1] is not None
-    )  # in pages: what is kept exactly keeps its address anyhow
+    assert norm_input.placed[1] is not None  # in pages: an exact copy keeps its address anyhow
     with daf:
         first, second = model(x)
     first.backward(inputs=[model.input.weight, model.norm.weight])

@@ -295,7 +295,7 @@ class Watch:
         compressor._save = counting
 
     def held(self):
-        """Pages with their table entries, and exact copies, of all that is alive."""
+        """Pages with their table entries, exact copies and RNG states, of all that is alive."""
         return self.pages() * PAGE_COST + self.exact()
 
     def footprint(self):
@@ -308,7 +308,9 @@ class Watch:
         return sum(len(p.stored.table) for p in self._physicals if hasattr(p, "stored"))
 
     def exact(self):
-        copies = (p.elements.untyped_storage() for p in self._physicals if hasattr(p, "elements"))
+        tensors = [p.elements for p in self._physicals if hasattr(p, "elements")]
+        tensors += [p.noise.state for p in self._physicals if hasattr(p, "noise")]
+        copies = (tensor.untyped_storage() for tensor in tensors)
         return sum({storage.data_ptr(): storage.nbytes() for storage in copies}.values())
 
 
