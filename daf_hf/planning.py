@@ -11,7 +11,8 @@ from .allocation import ALLOCATORS, Option, lower_hull
 from .arena import PAGE_COST
 from .codecs import BINARY
 from .kernels.noise import STATE_BYTES
-from .saved_tensors import SMALLEST_BYTES, Compressor
+from .placement import SMALLEST_BYTES
+from .saved_tensors import Compressor
 from .sites import Batch, SaveSite
 
 _PLANS_KEPT = 256
@@ -76,7 +77,7 @@ class Planner:
             site.candidates = [(c, b) for c, b in kept if c is not None and b is not None]
             # The codebooks of all others need not stay.
             site.distortions = {c: site.distortions[c] for c, _ in site.candidates}
-            self.compressor.calibrated = True
+            self.compressor.placement.calibrated = True
         self.forget()
 
     def plan(self, key: Any, batch: Batch) -> Plan:

@@ -21,7 +21,8 @@ from .codecs import Codec
 from .derivations import Expression, Reader, derivation
 from .gauge import Gauge, sample
 from .hook_stack import pop_hooks, push_hooks
-from .saved_tensors import COMPRESSIBLE, SMALLEST_BYTES, Compressor
+from .placement import COMPRESSIBLE, SMALLEST_BYTES
+from .saved_tensors import Compressor
 from .sites import SaveSite
 from .tensors import columns, flatten, geometry, is_contiguous, is_ordinary, is_two_valued
 

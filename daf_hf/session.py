@@ -149,7 +149,7 @@ class Session:
             # Beside an earlier pass that is still held, an overflow says nothing of the budget:
             # the planner shares it out among them from now on.
             first = not self._steps_here and not current.held
-            compressor.refuses = first and self.config.on_overflow == "error"
+            compressor.placement.refuses = first and self.config.on_overflow == "error"
             compressor.ledger.planning_seconds += perf_counter() - began
         if not compressor.active or compressor.shadowed:
             current.scope.enter_context(compressor.scope())
@@ -162,7 +162,7 @@ class Session:
             BudgetError: when even the fewest bits exceed the budget.
         """
         current.scope.close()
-        error = self.compressor.take_refusal()
+        error = self.compressor.placement.take_refusal()
         if not completed or current.key is None:
             return
         if error is not None:
@@ -207,7 +207,8 @@ class Session:
         except CalibrationError as error:
             # Its text alone: whoever keeps the record would keep the graph by the traceback.
             logger.warning("daf_hf: no calibration at step %d: %s", self.step, str(error))
-            self.compressor.frugal = not self.compressor.calibrated
+            placement = self.compressor.placement
+            placement.frugal = not placement.calibrated
             self._calibration_failed = True
         else:
             self._calibration_failed = False
@@ -227,7 +228,7 @@ class Session:
     def end_step(self) -> None:
         """An optimizer step was made: from now on an overflow no longer refuses the budget."""
         self._steps_here += 1
-        self.compressor.refuses = False
+        self.compressor.placement.refuses = False
         self._resident.sample()
         trim_heap()
 

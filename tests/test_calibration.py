@@ -196,7 +196,7 @@ def test_models_that_take_no_part_of_a_batch(caplog):
         assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters()), case
         assert compressor.ledger.peak.held <= 0.25e6, case
         if case != "batch normalisation":  # of one example
-            assert compressor.calibrated, case
+            assert compressor.placement.calibrated, case
             assert not caplog.records, case
 
 
@@ -217,9 +217,9 @@ def test_an_empty_batch():
     daf, compressor = compressed(model, 1.0)
     with daf:
         model(torch.randn(0, 64)).sum().backward()
-        assert not compressor.calibrated
+        assert not compressor.placement.calibrated
         model(torch.randn(64, 64)).sum().backward()
-    assert compressor.calibrated
+    assert compressor.placement.calibrated
 
 
 def test_nothing_saved_but_parameters():
@@ -245,9 +245,9 @@ def test_a_pass_that_trains_nothing_comes_first(caplog):
     with daf:
         with model.disable_adapter():
             reference = model(**inputs)["logits"].detach()
-        assert not compressor.calibrated
+        assert not compressor.placement.calibrated
         (model(**inputs)["logits"] - reference).square().sum().backward()
-    assert compressor.calibrated
+    assert compressor.placement.calibrated
     assert not caplog.records
 
 

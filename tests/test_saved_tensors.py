@@ -16,7 +16,8 @@ from daf_hf import BudgetError, DAFConfig
 from daf_hf.allocation import Option
 from daf_hf.arena import PAGE_COST
 from daf_hf.codecs import GELU
-from daf_hf.saved_tensors import SMALLEST_BYTES, Compressor
+from daf_hf.placement import SMALLEST_BYTES
+from daf_hf.saved_tensors import Compressor
 from daf_hf.sites import SaveSite
 
 MODEL = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
@@ -397,12 +398,12 @@ def test_too_much_at_the_fewest_bits_is_refused():
     daf = compressor(0.03)
     with daf.scope():
         saved = [save(noise(128, 64, seed=i)) for i in range(12)]
-    error = daf.take_refusal()
+    error = daf.placement.take_refusal()
     assert isinstance(error, BudgetError)
     assert "budget_mb=0.03" in str(error)
     with pytest.raises(BudgetError):
         saved[-1][0].backward()
-    assert daf.take_refusal() is None
+    assert daf.placement.take_refusal() is None
 
 
 def test_the_least_budget_that_is_named_does():
@@ -413,7 +414,7 @@ def test_the_least_budget_that_is_named_does():
         with daf.scope():
             saved = [save(x) for x in tensors]
         del saved
-        return daf.take_refusal()
+        return daf.placement.take_refusal()
 
     error = error_at(0.01)
     assert error is not None

@@ -247,7 +247,7 @@ def test_the_report_says_how_each_site_was_stored(budget):
     encoded = [site for site in report.sites if site.codec not in ("exact", "derived")]
     assert all(site.bits is not None for site in encoded)
     assert bool(encoded) == (report.stored_bytes_peak > 0) == (budget != INF)
-    assert compressor.calibrated == (budget == 0.3)
+    assert compressor.placement.calibrated == (budget == 0.3)
 
 
 def test_weights_outside_the_model_are_kept():

@@ -1,0 +1,250 @@
+"""Where a tensor's elements go: the generator's state, pages, exact memory, or a file.
+
+Nothing here decides on bits; that is the plan's part (:mod:`daf_hf.planning`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from .accounting import Ledger
+from .arena import PAGE_COST, Arena, Stored
+from .codecs import BINARY, FRUGAL, GENERAL, Codec
+from .config import DAFConfig
+from .dropout import Draws
+from .handles import Copy, DeferredEnds, Drawn, Lease, Pages, Physical, Refused, Spilled
+from .kernels import get_backend
+from .kernels.format import MAX_BITS
+from .kernels.noise import STATE_BYTES, Stream, streams
+from .refusal import BudgetError, Refusal
+from .sites import SaveSite
+from .spill import SpillFile
+from .tensors import is_representable, may_be_two_valued
+from .workspace import Workspace
+
+logger = logging.getLogger("daf_hf")
+
+SMALLEST_BYTES = 4096
+"""Tensors below this are kept exactly."""
+
+COMPRESSIBLE = (torch.float32, torch.bfloat16, torch.float16)
+UNPLANNED_BITS = 4
+UNPLANNED_COSTS = tuple(4.0**-bits for bits in range(9))
+"""Width and costs for sites that no plan knows yet (a tensor's own energy counts 1)."""
+
+
+class Placement:
+    """Puts elements where the plan and the budget want them, and restores them.
+
+    Args:
+        config: the options.
+        device: of the model.
+
+    Attributes:
+        arena, workspace, ledger, draws, backend: the parts.
+        lock: held while the arena changes, and by the caller of what does not take it itself.
+        ends: what waits for the lock.
+        refuses: an overflow is refused (:class:`BudgetError`) rather than spilled.
+        refusal: what was refused in this forward pass.
+        calibrated: there are importances to plan by.
+        frugal: the budget was too small even to calibrate.
+        unplanned: sites seen since the last calibration that no plan knows.
+    """
+
+    def __init__(self, config: DAFConfig, device: torch.device) -> None:
+        self._config = config
+        self.backend = get_backend(config.backend, device)
+        self.arena = Arena(config.budget_bytes, device)
+        self.workspace = Workspace()
+        self.ledger = Ledger()
+        self.draws = Draws(streams(self.backend))
+        self.refuses = config.on_overflow == "error"
+        self.refusal = Refusal()
+        self.calibrated = False
+        self.frugal = False
+        self.unplanned: set[SaveSite] = set()
+        self.lock = threading.Lock()
+        self.ends = DeferredEnds(self.lock)
+        self._spill = SpillFile()
+        self._end_outside = self.ends.later(self.arena.release_outside)
+        self._end_pages = self.ends.later(self.arena.remove)
+        self._end_exact = self.ends.later(self._unhold)
+
+    def place(self, flat: Tensor, cols: int, site: SaveSite, cdata: int, whole: bool) -> Physical:
+        """Store ``flat``: as the generator's state, in one plane, as planned, or exactly."""
+        if self.wants_pages(flat, site):
+            if not site.known:
+                self.unplanned.add(site)
+            option = site.option
+            if site.keep is not None:
+                physical = self._draw_again(flat, site, site.keep)
+                if physical is not None:
+                    return physical
+            if site.two_valued or (option is None and may_be_two_valued(flat)):
+                binary = Stored(BINARY.layout(flat.numel(), cols, 1), 1, (1,), ())
+                physical = self._encode(flat, site, binary, BINARY)
+                if physical is not None:
+                    return physical
+            if flat.dtype is not torch.bool and (option is None or option.codec is not None):
+                physical = self._encode(flat, site, *self._planned(flat, cols, site))
+                if physical is not None:
+                    return physical
+        return self._hold(flat, cols, site, cdata, whole)
+
+    def _draw_again(self, flat: Tensor, site: SaveSite, keep: float) -> Physical | None:
+        """Hold what the elements were drawn from; None where they were not."""
+        noise = self.draws.recognise(flat, keep)
+        if noise is None or self.refusal or not self._reserve(STATE_BYTES):
+            return None
+        site.placed = "drawn", None
+        return Drawn(site, Lease(self._end_outside, STATE_BYTES), noise, self.draw)
+
+    def wants_pages(self, flat: Tensor, site: SaveSite) -> bool:
+        """Whether a tensor may be encoded at all."""
+        return (
+            site.compressible
+            and flat.nbytes >= SMALLEST_BYTES
+            and (flat.dtype in COMPRESSIBLE or flat.dtype is torch.bool)
+        )
+
+    def _planned(self, flat: Tensor, cols: int, site: SaveSite) -> tuple[Stored, Codec]:
+        option, allowed = site.option, self._config.bits
+        if option is None or option.codec is None or option.bits is None:
+            # Beside a plan these are few, and many bits for them cost little.
+            most = MAX_BITS if self.calibrated else UNPLANNED_BITS
+            bits = max((b for b in allowed if b <= most), default=allowed[0])
+            codec, costs = FRUGAL if self.frugal else GENERAL, UNPLANNED_COSTS
+        else:
+            codec, bits, costs = option.codec, option.bits, option.costs
+        return Stored(codec.layout(flat.numel(), cols, bits), bits, allowed, costs), codec
+
+    def _encode(
+        self, flat: Tensor, site: SaveSite, stored: Stored, codec: Codec
+    ) -> Physical | None:
+        """Encode into pages; None when the codec cannot represent the elements."""
+        if self.refusal or not self._make_room(stored):
+            if self.refuses and not is_representable(flat, codec.lossless):
+                return None  # what is counted must be what would be held
+            fewest = stored.layout.pages(stored.widths[0])
+            return self._overflow(flat, site, fewest * PAGE_COST)
+        began = perf_counter()
+        done = self.backend.encode(flat, stored.layout, stored.bits, stored.table, self.arena.space)
+        self.ledger.kernel_seconds += perf_counter() - began
+        if not done:
+            self.arena.remove(stored)
+            if not codec.lossless:
+                self.ledger.count("not_finite")
+            return None
+        site.placed = codec, stored.bits
+        lease = Lease(self._end_pages, stored)
+        return Pages(site, lease, codec.private, stored, flat.dtype, self.decode)
+
+    def _make_room(self, stored: Stored) -> bool:
+        """Insert ``stored``, demoting whatever costs least per page: the live ones or itself."""
+        arena = self.arena
+        while not arena.insert(stored):
+            own, live = stored.demotion_score(), arena.cheapest_demotion()
+            if own <= live:
+                lower = stored.lower()
+                if lower is None:
+                    return False
+                stored.bits = lower
+            else:
+                arena.demote_cheapest()
+        return True
+
+    def _hold(self, flat: Tensor, cols: int, site: SaveSite, cdata: int, whole: bool) -> Physical:
+        """Hold exactly: the storage itself where that costs no more than a copy."""
+        ledger = self.ledger
+        shared = whole and (
+            ledger.is_held_exactly(cdata) or ledger.storage_bytes(cdata) <= flat.nbytes
+        )
+        needed = ledger.hold_exactly(cdata) if shared else flat.nbytes
+        site.placed = "exact", None
+        if not self.refusal and self._reserve(needed):
+            if shared:
+                return Copy(site, flat, Lease(self._end_exact, cdata))
+            return Copy(site, flat.clone() if whole else flat, Lease(self._end_outside, needed))
+        if shared:
+            ledger.release_exactly(cdata)
+        if flat.dtype in COMPRESSIBLE and self.wants_pages(flat, site):
+            physical = self._encode(flat, site, *self._planned(flat, cols, site))
+            if physical is not None:
+                return physical
+        return self._overflow(flat, site, needed)
+
+    def _reserve(self, nbytes: int) -> bool:
+        """Count exact bytes, demoting live activations as far as it takes."""
+        while not self.arena.reserve_outside(nbytes):
+            if math.isinf(self.arena.cheapest_demotion()):
+                return False
+            self.arena.demote_cheapest()
+        return True
+
+    def _overflow(self, flat: Tensor, site: SaveSite, needed: int) -> Physical:
+        """What to do with elements that have no room even at the fewest bits."""
+        if not self.refuses:
+            if not self.ledger.counts.get("spilled") and self._config.on_overflow == "error":
+                logger.warning(
+                    "daf_hf: the budget of %g MB has no room for all that this step saves, even at "
+                    "the fewest bits; the rest is spilled to a file, which is slow",
+                    self.arena.limit_bytes / 1e6,
+                )
+            self.ledger.count("spilled")
+            return Spilled(site, flat, self._spill)
+        if not self.refusal:
+            self.refusal.begin(self.arena.limit_bytes, self.arena.held_bytes, self._config.bits[0])
+        self.refusal.add(site.name, needed)
+        return Refused(site, self.refusal)
+
+    def take_refusal(self) -> BudgetError | None:
+        """The error that a forward pass without enough room ends in; None when it had enough."""
+        with self.lock:
+            refusal, self.refusal = self.refusal, Refusal()
+        return refusal.error() if refusal else None
+
+    # Restoring ---------------------------------------------------------------------------------
+
+    def decode(self, stored: Stored, dtype: torch.dtype) -> Tensor:
+        """The elements of ``stored`` as a new flat tensor."""
+        with self.lock:
+            began = perf_counter()
+            self.arena.trim_if_idle()
+            out = self.workspace.empty(stored.layout.numel, dtype, self.arena.device)
+            self.backend.decode(out, stored.layout, stored.bits, stored.table, self.arena.space)
+            self.ledger.kernel_seconds += perf_counter() - began
+        return out
+
+    def draw(self, stream: Stream, numel: int, dtype: torch.dtype) -> Tensor:
+        """The next ``numel`` elements of a stream as a new flat tensor."""
+        with self.lock:
+            began = perf_counter()
+            out = self.workspace.empty(numel, dtype, self.arena.device)
+            stream.fill(out)
+            self.ledger.kernel_seconds += perf_counter() - began
+        return out
+
+    # Exact bytes -------------------------------------------------------------------------------
+
+    def hold_storage(self, cdata: int) -> Lease:
+        """Count a storage that is kept as it is, once however many tensors keep it."""
+        self.arena.outside_bytes += self.ledger.hold_exactly(cdata)
+        return Lease(self._end_exact, cdata)
+
+    def hold_unknown(self, tensor: Tensor) -> Lease | None:
+        """Count a tensor that is not understood by its own word."""
+        try:
+            nbytes = int(tensor.nbytes)
+        except (NotImplementedError, RuntimeError, TypeError):
+            return None
+        self.arena.outside_bytes += nbytes
+        return Lease(self._end_outside, nbytes)
+
+    def _unhold(self, cdata: int) -> None:
+        self.arena.release_outside(self.ledger.release_exactly(cdata))
