@@ -390,7 +390,7 @@ for name in ("auto", "cpu"):
 
 
 @pytest.mark.skipif(not ISAS, reason="the native backend was not built")
-@pytest.mark.parametrize("isa", ["mmx", "AVX2"])
+@pytest.mark.parametrize("isa", ["mmx", "AVX2", "baseline" if "neon" in ISAS else "neon"])
 def test_an_instruction_set_that_cannot_serve_is_refused(isa):
     result = run_python(BAD_ISA, DAF_HF_ISA=isa)
     assert result.stdout.splitlines() == [f"DAF_HF_ISA={isa!r}: use one of {ISAS}"] * 3
