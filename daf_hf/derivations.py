@@ -3,28 +3,38 @@
 Autograd's graph says how a tensor was made, and its nodes hold what the saved-tensor hooks packed
 for them. So when a tensor is saved, it can be traced back to packed operands: what attention
 multiplies the values with is the softmax's output times a dropout mask, and an adapter's input is
-the output of a LayerNorm, from its saved input and statistics, times a mask. Such a tensor need
-not be stored: it is evaluated again in backward.
+the output of a normalisation, from its saved input and statistics, times a mask. Such a tensor
+need not be stored: it is evaluated again in backward.
 
-The trace is exact: the operand is what that very node saved. A tensor whose trace meets an
-operation that is not listed here, or operands that lie otherwise in memory, is not derived. What
-the graph does not show, a change of an intermediate result behind autograd's back, the elements
-do: they are compared, all in calibration and a few in every step.
+The trace is exact: the operand is what that very node saved, or what was saved of that very
+node's output. A tensor whose trace meets an operation that is not listed here, or operands that
+lie otherwise in memory, is not derived. What the graph does not show, a change of an intermediate
+result behind autograd's back, the elements do: they are compared, all in calibration and a few in
+every step.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from .tensors import operation
+from .expressions import (
+    Expression,
+    Function,
+    LayerNorm,
+    Product,
+    Scaled,
+    Shifted,
+    Source,
+    Sum,
+)
+from .tensors import is_contiguous, operation
 
 CASTS = frozenset(["ToCopy"])
 """Operations behind which the elements are the same in another precision."""
@@ -35,154 +45,16 @@ RESHAPES = frozenset(["Alias", "ReshapeAlias", "Squeeze", "Unsqueeze", "UnsafeVi
 VIEWS = RESHAPES | {"Expand", "Permute", "T", "Transpose"}
 """Operations behind which they are the same in memory."""
 
-Resolve = Callable[[Any], "tuple[Any, int] | None"]
-"""From what the hooks packed to a source and its number of elements; None where it cannot be one.
-"""
+Resolve = Callable[[Any], "Source | None"]
+"""From what the hooks packed, or what :func:`remember` was given, to a source."""
 
-WITNESSES = 17
-"""Elements of a tensor by which a derivation is confirmed in each step; a prime, lest they all
-lie in the same columns.
-"""
+MOST_OPERATIONS = 16
+"""Beyond so many a trace is given up: evaluating it would take longer than it is worth."""
 
-TOLERANCE = 1e-4
-"""How far elements may be off, relative to the largest (four roundings in low precision)."""
+_KEY = "daf_hf"
 
-
-@lru_cache(maxsize=4096)
-def witnesses(numel: int) -> Tensor:
-    """Positions of a tensor's witnesses.
-
-    Those of row statistics are those of the rows in which the elements' witnesses are.
-    """
-    return torch.tensor([index * numel // WITNESSES for index in range(WITNESSES)])
-
-
-class Reader:
-    """Reads the flat elements of sources, or their witnesses.
-
-    Args:
-        whole: gives all of a source's, in memory that the caller may change.
-    """
-
-    def __init__(self, whole: Callable[[Any], Tensor]) -> None:
-        self.whole = whole
-
-    def parts(self, source: Any) -> Iterator[tuple[int, Tensor]]:
-        """The same in parts, each with the position of its first element."""
-        yield 0, self.whole(source)
-
-
-class Expression(ABC):
-    """How a tensor's elements follow from those of sources."""
-
-    numel: int
-
-    @abstractmethod
-    def sources(self) -> Iterator[Any]:
-        """What it is a function of."""
-
-    @abstractmethod
-    def evaluate(self, read: Reader, at: Tensor | None = None) -> Tensor:
-        """The elements, in memory of their own.
-
-        Args:
-            read: the sources' elements.
-            at: ``int64 [k]`` positions, when ``read`` gives the elements at these alone.
-        """
-
-    def parts(self, read: Reader, at: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
-        """The same in parts, each with the position of its first element."""
-        yield 0, self.evaluate(read, at)
-
-    def agrees(self, flat: Tensor, read: Reader, at: Tensor | None = None) -> bool:
-        """Whether the elements ``flat`` (those at ``at`` alone, if given) are what it says."""
-        exact = (flat if at is None else flat[at]).float()
-        largest = exact.abs().max().nan_to_num(0.0, 0.0)
-        tolerance = max(TOLERANCE, 4 * torch.finfo(flat.dtype).eps) * float(largest)
-        try:
-            value = self.evaluate(read, at).float()
-        except RuntimeError:  # types or sizes that do not go together
-            return False
-        return torch.allclose(value, exact, rtol=0.0, atol=tolerance, equal_nan=True)
-
-
-@dataclass(frozen=True)
-class Source(Expression):
-    """A saved tensor itself."""
-
-    saved: Any
-    numel: int
-
-    def sources(self) -> Iterator[Any]:
-        yield self.saved
-
-    def evaluate(self, read: Reader, at: Tensor | None = None) -> Tensor:
-        return read.whole(self.saved)
-
-    def parts(self, read: Reader, at: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
-        yield from read.parts(self.saved)
-
-
-@dataclass(frozen=True)
-class Product(Expression):
-    """``left * right * scale``, element by element; either may be a mask of bool or integers."""
-
-    left: Expression
-    right: Expression
-    scale: float = 1.0
-
-    @property
-    def numel(self) -> int:
-        return self.left.numel
-
-    def sources(self) -> Iterator[Any]:
-        yield from self.left.sources()
-        yield from self.right.sources()
-
-    def evaluate(self, read: Reader, at: Tensor | None = None) -> Tensor:
-        left, right = self.left, self.right
-        product = left.evaluate(read, at)
-        if not product.dtype.is_floating_point:  # a mask: the other one is what can hold the result
-            left, right = right, left
-            product = left.evaluate(read, at)
-        # The two need not be in memory whole at the same time.
-        for start, part in right.parts(read, at):
-            product[start : start + len(part)].mul_(part)
-        return product if self.scale == 1.0 else product.mul_(self.scale)
-
-
-@dataclass(frozen=True)
-class LayerNorm(Expression):
-    """``(x - mean) * rstd * weight + bias`` over rows of ``size`` elements.
-
-    The statistics are those that the forward pass saved; weight and bias ``[size]`` or None.
-    """
-
-    x: Source
-    mean: Source
-    rstd: Source
-    weight: Tensor | None
-    bias: Tensor | None
-    size: int
-
-    @property
-    def numel(self) -> int:
-        return self.x.numel
-
-    def sources(self) -> Iterator[Any]:
-        for source in (self.x, self.mean, self.rstd):
-            yield from source.sources()
-
-    def evaluate(self, read: Reader, at: Tensor | None = None) -> Tensor:
-        columns = self.size if at is None else 1
-        x = self.x.evaluate(read, at).float().view(-1, columns)
-        rstd = self.rstd.evaluate(read, at).float().view(-1, 1)
-        shift = self.mean.evaluate(read, at).float().view(-1, 1) * -rstd
-        torch.addcmul(shift, x, rstd, out=x)
-        for parameter, apply in ((self.weight, x.mul_), (self.bias, x.add_)):
-            if parameter is not None:
-                apply(parameter if at is None else parameter[at % self.size, None])
-        return x.view(-1)
+Edge = tuple[Any, int]
+"""An autograd node, or None, and the number of its output."""
 
 
 def derivation(tensor: Tensor, numel: int, resolve: Resolve) -> Expression | None:
@@ -193,26 +65,84 @@ def derivation(tensor: Tensor, numel: int, resolve: Resolve) -> Expression | Non
         numel: its elements in memory.
         resolve: knows what the hooks packed.
     """
-    found = _output((tensor.grad_fn, tensor.output_nr), resolve, VIEWS)
-    # Its own node's saved output is not derived: that is where it is stored.
+    found = _Trace(resolve).root((tensor.grad_fn, tensor.output_nr))
+    # What is saved already is not derived: that is where it is stored.
     if found is None or isinstance(found, Source) or found.numel != numel:
         return None
     return found
 
 
-Edge = tuple[Any, int]
-"""An autograd node, or None, and the number of its output."""
+def remember(tensor: Tensor, packed: Any) -> None:
+    """Note for later traces that ``tensor``, an operation's output, was saved.
+
+    Args:
+        tensor: with its ``grad_fn``, whose node keeps the note.
+        packed: for ``resolve``; it must not keep the graph alive.
+    """
+    node: Any = tensor.grad_fn
+    if node is not None and is_contiguous(tuple(tensor.shape), tensor.stride()):
+        node.metadata[_KEY, tensor.output_nr] = packed
 
 
-def _output(edge: Edge, resolve: Resolve, views: frozenset[str] = RESHAPES) -> Expression | None:
-    """What a node gave out, behind any views of it."""
+class _Trace:
+    def __init__(self, resolve: Resolve) -> None:
+        self._resolve = resolve
+        self._operations_left = MOST_OPERATIONS
+
+    def root(self, edge: Edge) -> Expression | None:
+        """What the tensor is that is being saved."""
+        node, index = _behind(edge, VIEWS | CASTS)
+        if node is None or index:
+            return None
+        if operation(node.name()) == "Add" and node.next_functions[-1][0] is None:
+            x = self.output(node.next_functions[0])
+            return None if x is None else Shifted(x)
+        return self._made_by(node, saved=False)
+
+    def output(self, edge: Edge) -> Expression | None:
+        """What a node gave out, behind any reshapes of it."""
+        while True:
+            node, index = edge
+            if node is None:
+                return None
+            found = self._remembered(node, index)
+            if found is not None:
+                return found
+            if operation(node.name()) not in RESHAPES | CASTS:
+                break
+            edge = node.next_functions[0]
+        return None if index else self._made_by(node, saved=True)
+
+    def _remembered(self, node: Any, index: int) -> Source | None:
+        packed = node.metadata.get((_KEY, index))
+        return self._resolve(packed) if packed is not None else None
+
+    def _made_by(self, node: Any, saved: bool) -> Expression | None:
+        """A node's output; its own saved output will do where ``saved``."""
+        found = self.saved(node, "result") if saved else None
+        trace = _TRACES.get(operation(node.name()))
+        self._operations_left -= 1
+        if found is not None or trace is None or self._operations_left < 0:
+            return found
+        return trace(self, node)
+
+    def saved(self, node: Any, slot: str) -> Source | None:
+        """What a node saved."""
+        packed = _packed(node, slot)
+        return self._resolve(packed) if packed is not None else None
+
+    def operand(self, node: Any, slot: str, number: int) -> Expression | None:
+        """An operand of a node: what it saved, else what the node before gave out."""
+        if _packed(node, slot) is not None:
+            return self.saved(node, slot)
+        return self.output(node.next_functions[number])
+
+
+def _behind(edge: Edge, views: frozenset[str]) -> Edge:
     node, index = edge
-    while node is not None and operation(node.name()) in views | CASTS:
+    while node is not None and operation(node.name()) in views:
         node, index = node.next_functions[0]
-    if node is None or index:
-        return None
-    trace = _TRACES.get(operation(node.name()))
-    return trace(node, resolve) if trace is not None else _saved(node, "result", resolve)
+    return node, index
 
 
 def _packed(node: Any, slot: str) -> Any:
@@ -223,45 +153,72 @@ def _packed(node: Any, slot: str) -> Any:
         return None
 
 
-def _saved(node: Any, slot: str, resolve: Resolve) -> Source | None:
-    packed = _packed(node, slot)
-    found = resolve(packed) if packed is not None else None
-    return Source(*found) if found is not None else None
-
-
-def _mul(node: Any, resolve: Resolve) -> Expression | None:
-    if len(node.next_functions) != 2:  # times a number
+def _mul(trace: _Trace, node: Any) -> Expression | None:
+    number = _number(node)
+    if number is not None:
+        x = trace.output(node.next_functions[0])
+        return None if x is None else Scaled(x, number)
+    if len(node.next_functions) != 2:
         return None
-    left, right = (
-        _output(edge, resolve) if _packed(node, slot) is None else _saved(node, slot, resolve)
-        for slot, edge in zip(("self", "other"), node.next_functions, strict=True)
-    )
-    return _product(left, right)
-
-
-def _native_dropout(node: Any, resolve: Resolve) -> Expression | None:
-    mask = _saved(node, "result1", resolve)
-    if node._saved_p >= 1.0:
+    left = trace.operand(node, "self", 0)
+    right = trace.operand(node, "other", 1) if left is not None else None
+    if left is None or right is None:
         return None
-    return _product(_output(node.next_functions[0], resolve), mask, 1.0 / (1.0 - node._saved_p))
+    if left.numel < right.numel:
+        left, right = right, left
+    if left.numel == right.numel:
+        return Product(left, right)
+    return _broadcast(left, right, tuple(node._input_metadata[0].shape))
 
 
-def _product(
-    left: Expression | None, right: Expression | None, scale: float = 1.0
-) -> Expression | None:
+def _number(node: Any) -> float | None:
+    """The number that a node multiplies by, if it is one."""
+    if len(node.next_functions) > 1:
+        if node.next_functions[1][0] is not None:
+            return None
+        other = _packed(node, "other")  # numbers do not pass through hooks
+    else:
+        other = node._saved_other
+    if isinstance(other, Tensor):
+        return float(other) if not other.dim() else None
+    return float(other) if isinstance(other, (int, float)) else None
+
+
+def _broadcast(x: Expression, factors: Expression, shape: tuple[int, ...]) -> Expression | None:
+    """``x``, of this shape, times one factor a row or a column."""
+    if not isinstance(factors, Source) or x.numel != math.prod(shape):
+        return None
+    own = factors.shape
+    if isinstance(factors.saved, Tensor) and own == shape[len(shape) - len(own) :]:
+        return Scaled(x, columns=factors.saved)
+    if own == (*shape[:-1], 1) or factors.numel == 1:
+        return Scaled(x, rows=factors)
+    return None
+
+
+def _native_dropout(trace: _Trace, node: Any) -> Expression | None:
+    x, mask = trace.output(node.next_functions[0]), trace.saved(node, "result1")
+    if x is None or mask is None or x.numel != mask.numel or node._saved_p >= 1.0:
+        return None
+    return Product(x, mask, 1.0 / (1.0 - node._saved_p))
+
+
+def _add(trace: _Trace, node: Any) -> Expression | None:
+    left = trace.output(node.next_functions[0])
+    right = trace.output(node.next_functions[1]) if left is not None else None
     if left is None or right is None or left.numel != right.numel:
         return None
-    return Product(left, right, scale)
+    return Sum(left, right, float(node._saved_alpha))
 
 
-def _layer_norm(node: Any, resolve: Resolve) -> Expression | None:
+def _layer_norm(trace: _Trace, node: Any) -> Expression | None:
     size = math.prod(node._saved_normalized_shape)
-    x, mean, rstd = (_saved(node, slot, resolve) for slot in ("input", "result1", "result2"))
+    x, mean, rstd = (trace.saved(node, slot) for slot in ("input", "result1", "result2"))
     if x is None or mean is None or rstd is None:
         return None
     parameters = []
     for slot in ("weight", "bias"):
-        found = _saved(node, slot, resolve)
+        found = trace.saved(node, slot)
         # Parameters are kept as they are; a weight that was computed is not followed further.
         if found is None and _packed(node, slot) is None:
             parameters.append(None)
@@ -274,8 +231,30 @@ def _layer_norm(node: Any, resolve: Resolve) -> Expression | None:
     return LayerNorm(x, mean, rstd, parameters[0], parameters[1], size)
 
 
-_TRACES: dict[str, Callable[[Any, Resolve], Expression | None]] = {
+def _pow(trace: _Trace, node: Any) -> Expression | None:
+    exponent = node._saved_exponent
+    if not isinstance(exponent, (int, float)):
+        return None
+    return _function(trace, node, partial(torch.pow, exponent=exponent))
+
+
+def _gelu(trace: _Trace, node: Any) -> Expression | None:
+    return _function(trace, node, partial(functional.gelu, approximate=node._saved_approximate))
+
+
+def _function(trace: _Trace, node: Any, apply: Callable[[Tensor], Tensor]) -> Expression | None:
+    x = trace.operand(node, "self", 0)
+    return None if x is None else Function(x, apply)
+
+
+_TRACES: dict[str, Callable[[_Trace, Any], Expression | None]] = {
+    "Add": _add,
+    "Gelu": _gelu,
     "Mul": _mul,
     "NativeDropout": _native_dropout,
     "NativeLayerNorm": _layer_norm,
+    "Pow": _pow,
+    "Sigmoid": partial(_function, apply=torch.sigmoid),
+    "Silu": partial(_function, apply=functional.silu),
+    "Tanh": partial(_function, apply=torch.tanh),
 }

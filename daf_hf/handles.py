@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .arena import Stored
-from .derivations import Expression, Reader, witnesses
 from .dropout import PART_ELEMENTS, Noise
+from .expressions import Expression, Reader, Source, witnesses
 from .kernels.noise import Stream
 from .refusal import Refusal
 from .sites import SaveSite
@@ -373,12 +373,23 @@ class View(Handle):
         return self.physical.flat().as_strided(self.shape, self.stride)
 
 
-def source_of(packed: Any) -> tuple[Physical | Tensor, int] | None:
-    """What a handle's elements can be had from, and their number, if they lie row by row."""
+class Note(NamedTuple):
+    """Of a saved tensor: where it is, as long as anybody holds it."""
+
+    physical: weakref.ref[Physical]
+    shape: tuple[int, ...]
+    version: Version | None
+
+
+def source_of(packed: Any) -> Source | None:
+    """What the elements of a handle or a note can be had from, if they lie row by row."""
     if isinstance(packed, View) and is_contiguous(packed.shape, packed.stride):
-        return packed.physical, math.prod(packed.shape)
+        return Source(packed.physical, tuple(packed.shape))
     if isinstance(packed, Kept) and is_ordinary(packed.tensor) and packed.tensor.is_contiguous():
-        return packed.tensor.view(-1), packed.tensor.numel()
+        return Source(packed.tensor.view(-1), tuple(packed.tensor.shape))
+    if isinstance(packed, Note):
+        physical = packed.physical()
+        return Source(physical, packed.shape) if physical is not None else None
     return None
 
 

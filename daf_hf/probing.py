@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -18,13 +17,22 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .batches import Inputs, batch_of, scalar_loss
 from .codecs import Codec
-from .derivations import Expression, Reader, derivation
+from .derivations import derivation, remember
+from .expressions import Expression, Reader, Source
 from .gauge import Gauge, sample
 from .hook_stack import pop_hooks, push_hooks
 from .placement import COMPRESSIBLE, SMALLEST_BYTES
 from .saved_tensors import Compressor
 from .sites import SaveSite
-from .tensors import columns, flatten, geometry, is_contiguous, is_ordinary, is_two_valued
+from .tensors import (
+    columns,
+    contiguous_stride,
+    flatten,
+    geometry,
+    is_contiguous,
+    is_ordinary,
+    is_two_valued,
+)
 
 
 class ProbeTooLargeError(Exception):
@@ -98,7 +106,7 @@ class _Pass(ABC):
             self.compressor.tracker.finish(calls)
 
     def _pack(self, tensor: Tensor) -> Any:
-        compressor = self.compressor
+        original, compressor = tensor, self.compressor
         if not is_ordinary(tensor):
             return tensor.detach()
         storage = tensor.untyped_storage()
@@ -121,15 +129,15 @@ class _Pass(ABC):
         if key not in self._known:
             item = Item(site, flatten(tensor, extent), tuple(shape), column)
             self._known[key] = self._first(item, tensor)
-        return self._again(self._known[key], shape, stride)
+        return self._again(self._known[key], original)
 
     @abstractmethod
     def _first(self, item: Item, tensor: Tensor) -> Any:
         """Elements that were not seen before in this pass, of this tensor."""
 
     @abstractmethod
-    def _again(self, known: Any, shape: torch.Size, stride: tuple[int, ...]) -> Any:
-        """What autograd keeps."""
+    def _again(self, known: Any, tensor: Tensor) -> Any:
+        """What autograd keeps for a tensor of these elements."""
 
     @abstractmethod
     def _unpack(self, saved: Any) -> Tensor: ...
@@ -193,8 +201,13 @@ class Graph(_Pass):
                 found[item] = None
         return list(found)
 
-    def _again(self, known: Item, shape: torch.Size, stride: tuple[int, ...]) -> _Saved:
-        return _Saved(known, shape, stride)
+    def _again(self, known: Item, tensor: Tensor) -> _Saved:
+        shape, stride = tensor.shape, tensor.stride()
+        if not geometry(shape, stride)[2]:  # was copied together
+            stride = contiguous_stride(shape)
+        saved = _Saved(known, shape, stride)
+        remember(tensor, saved)
+        return saved
 
     def _unpack(self, saved: Tensor | _Saved) -> Tensor:
         if isinstance(saved, Tensor):
@@ -311,13 +324,13 @@ class Graph(_Pass):
         ]
 
 
-def _source_of(packed: Any) -> tuple[Item | Tensor, int] | None:
+def _source_of(packed: Any) -> Source | None:
     """What a packed tensor's elements can be had from, if they lie row by row."""
     if isinstance(packed, _Saved):
         row_by_row = is_contiguous(packed.shape, packed.stride)
-        return (packed.item, math.prod(packed.shape)) if row_by_row else None
+        return Source(packed.item, tuple(packed.shape)) if row_by_row else None
     if isinstance(packed, Tensor) and is_ordinary(packed) and packed.is_contiguous():
-        return packed.view(-1), packed.numel()
+        return Source(packed.view(-1), tuple(packed.shape))
     return None
 
 
@@ -411,7 +424,7 @@ class Survey(_Pass):
             self.compressor.draws.note()
         return True
 
-    def _again(self, known: bool, shape: torch.Size, stride: tuple[int, ...]) -> None:
+    def _again(self, known: bool, tensor: Tensor) -> None:
         return None
 
     def _unpack(self, saved: None) -> Tensor:

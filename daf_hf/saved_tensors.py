@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from .config import DAFConfig
-from .derivations import derivation, witnesses
+from .derivations import derivation, remember
+from .expressions import Source, witnesses
 from .handles import (
     WITNESSES,
     Copy,
@@ -28,6 +29,7 @@ from .handles import (
     Handle,
     Kept,
     Lease,
+    Note,
     Physical,
     Recast,
     View,
@@ -237,15 +239,18 @@ class Compressor:
             site.placed = physical.site.placed
         if not whole:
             stride = contiguous_stride(shape)
-        return View(tensor, shape, stride, physical, lease)
+        view = View(tensor, shape, stride, physical, lease)
+        if physical.site.feeds:
+            remember(tensor, Note(weakref.ref(physical), tuple(shape), view.version))
+        return view
 
     def _derive(self, flat: Tensor, tensor: Tensor, site: SaveSite) -> Physical | None:
         """Store nothing: the elements follow from what is held already."""
         versions = []
 
-        def resolve(packed: Any) -> tuple[Any, int] | None:
+        def resolve(packed: Any) -> Source | None:
             found = source_of(packed)
-            if found is not None and isinstance(found[0], (Tensor, Copy)) and packed.version:
+            if found and isinstance(found.saved, (Tensor, Copy)) and packed.version:
                 versions.append(packed.version)
             return found
 

@@ -8,7 +8,8 @@ from tiny import batch, build, compressed, gradients, nothing_held, relative_err
 from torch import nn
 from torch.nn.functional import dropout, layer_norm
 
-from daf_hf.derivations import LayerNorm, Product, Reader, derivation, witnesses
+from daf_hf.derivations import derivation
+from daf_hf.expressions import LayerNorm, Product, Reader, Source, witnesses
 from daf_hf.tensors import geometry, is_contiguous
 
 ROWS, COLS = 24, 32
@@ -27,8 +28,8 @@ class Packed:
 
 def resolve(packed):
     if isinstance(packed, torch.Tensor):
-        return packed.view(-1), packed.numel()
-    return (packed, packed.extent) if packed.contiguous else None
+        return Source(packed.view(-1), tuple(packed.shape))
+    return Source(packed, tuple(packed.tensor.shape)) if packed.contiguous else None
 
 
 def elements(source):
@@ -69,6 +70,24 @@ def norm(x, weight=True, bias=True):
     return layer_norm(x * 2, x.shape[-1:], *vectors)
 
 
+def gelu_new(x):
+    return 0.5 * x * (1.0 + torch.tanh(0.7978845608 * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def frozen(x):
+    """A weight that is not trained, one a column."""
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randn(x.shape[-1], generator=generator).to(x.dtype)
+    return nn.Parameter(weight, requires_grad=False)
+
+
+def rms_norm(x):
+    """As transformers writes it."""
+    y = x.float()
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return frozen(x) * y.to(x.dtype)
+
+
 def masked(x):
     return dropout(x, 0.3)
 
@@ -94,6 +113,17 @@ DERIVED = {
     "views": lambda x: masked(x.softmax(-1)).view(-1, 8)[None].squeeze(0).view(-1, COLS).t().t(),
     "a view in between": lambda x: masked(x.softmax(-1).view(-1, 8)).view(-1, COLS),
     "twice masked": lambda x: masked(masked(norm(x))),
+    "a number": lambda x: x.softmax(-1) * 2,
+    "a number as an operand": lambda x: torch.ops.aten.mul.Scalar(x.softmax(-1), 2),
+    "a number added": lambda x: 1.0 + x.softmax(-1),
+    "a factor a row": lambda x: x.softmax(-1) * x.square().sum(-1, keepdim=True).rsqrt(),
+    "a factor a column": lambda x: x.softmax(-1) * frozen(x),
+    "gelu's output": lambda x: torch.nn.functional.gelu(x * 2),
+    "silu's output": lambda x: torch.nn.functional.silu(x * 2),
+    "gelu_new's terms": lambda x: gelu_new(x * 2),
+    "a gate": lambda x: torch.nn.functional.silu(x * 2) * (x.sum(-1, keepdim=True) * x),
+    "rms norm": lambda x: rms_norm(x * 2),
+    "rms norm x mask": lambda x: masked(rms_norm(x * 2)),
     "in place": lambda x: dropout(x.softmax(-1), 0.3, inplace=True),
 }
 NOT_DERIVED = {
@@ -106,9 +136,10 @@ NOT_DERIVED = {
     "laid out anew": lambda x: masked(x.softmax(-1)).t().contiguous(),
     "a transposed factor": lambda x: x.softmax(-1).t() * x.tanh().t().contiguous(),
     "another order": lambda x: x.softmax(-1).t() * torch.ones(COLS, ROWS),
-    "a number": lambda x: x.softmax(-1) * 2,
-    "a number as an operand": lambda x: torch.ops.aten.mul.Scalar(x.softmax(-1), 2),
-    "a broadcast": lambda x: x.softmax(-1) * x.tanh()[:1],
+    "a broadcast of what was computed": lambda x: x.softmax(-1) * x.tanh()[:1],
+    "a factor a column that was computed": lambda x: x.softmax(-1) * x.sum(0).exp(),
+    "a number added to what is unknown": lambda x: (x * 3 + x).sin() + 1,
+    "the input of a function": lambda x: (x * 2).tanh().add(x).sigmoid(),
     "another output": lambda x: x.softmax(-1).unbind()[1].view(1, -1),
     "a weight that was computed": lambda x: layer_norm(x * 2, x.shape[-1:], x.sum(0).exp()),
 }
@@ -120,10 +151,10 @@ def test_what_follows_from_saved_tensors_is_traced(name, dtype):
     found = last_saved(lambda x: read_by_mm(DERIVED[name](x)), dtype)
     assert found.expression is not None
     assert found.expression.numel == found.extent
+    assert found.expression.agrees(found.flat, read)
     value = found.expression.evaluate(read)
     rounding = 4 * torch.finfo(dtype).eps * float(found.flat.abs().max())
     torch.testing.assert_close(value.to(dtype), found.flat, rtol=0, atol=rounding)
-    assert found.expression.agrees(found.flat, read)
 
 
 @pytest.mark.parametrize("name", DERIVED)
@@ -147,6 +178,11 @@ def test_witnesses_tell_what_all_elements_do(name):
 @pytest.mark.parametrize("name", NOT_DERIVED)
 def test_what_cannot_be_followed_is_not(name):
     assert last_saved(lambda x: read_by_mm(NOT_DERIVED[name](x))).expression is None
+
+
+def test_a_tensor_that_was_added_is_no_number():
+    found = last_saved(lambda x: read_by_mm(x.softmax(-1) + torch.arange(COLS)))
+    assert not found.expression.agrees(found.flat, read)
 
 
 def test_products_are_exact():

@@ -1,0 +1,272 @@
+"""How a tensor's elements follow from those of others."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WITNESSES = 17
+"""Elements of a tensor by which a derivation is confirmed in each step; a prime, lest they all
+lie in the same columns.
+"""
+
+TOLERANCE = 1e-4
+"""How far elements may be off, relative to the largest (four roundings in low precision)."""
+
+
+@lru_cache(maxsize=4096)
+def witnesses(numel: int) -> Tensor:
+    """Positions of a tensor's witnesses.
+
+    Those of one value a row are those of the rows in which the elements' witnesses are.
+    """
+    return torch.tensor([index * numel // WITNESSES for index in range(WITNESSES)])
+
+
+class Reader:
+    """Reads the flat elements of sources, or their witnesses.
+
+    Args:
+        whole: gives all of a source's, in memory that the caller may change.
+    """
+
+    def __init__(self, whole: Callable[[Any], Tensor]) -> None:
+        self.whole = whole
+
+    def parts(self, source: Any) -> Iterator[tuple[int, Tensor]]:
+        """The same in parts, each with the position of its first element."""
+        yield 0, self.whole(source)
+
+
+class Expression(ABC):
+    """How a tensor's elements follow from those of sources."""
+
+    numel: int
+
+    @abstractmethod
+    def sources(self) -> Iterator[Any]:
+        """What it is a function of."""
+
+    @abstractmethod
+    def evaluate(self, read: Reader, at: Tensor | None = None) -> Tensor:
+        """The elements, in memory of their own.
+
+        Args:
+            read: the sources' elements.
+            at: ``int64 [k]`` positions, when ``read`` gives the elements at these alone.
+        """
+
+    def parts(self, read: Reader, at: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
+        """The same in parts, each with the position of its first element."""
+        yield 0, self.evaluate(read, at)
+
+    def agrees(self, flat: Tensor, read: Reader, at: Tensor | None = None) -> bool:
+        """Whether the elements ``flat`` (those at ``at`` alone, if given) are what it says."""
+        try:
+            value = self.evaluate(read, at).float()
+        except RuntimeError:  # types or sizes that do not go together
+            return False
+        return _close(value, (flat if at is None else flat[at]), flat.dtype)
+
+
+def _close(value: Tensor, exact: Tensor, dtype: torch.dtype) -> bool:
+    exact = exact.float()
+    largest = exact.abs().max().nan_to_num(0.0, 0.0)
+    tolerance = max(TOLERANCE, 4 * torch.finfo(dtype).eps) * float(largest)
+    return torch.allclose(value, exact, rtol=0.0, atol=tolerance, equal_nan=True)
+
+
+@dataclass(frozen=True)
+class Source(Expression):
+    """A saved tensor itself."""
+
+    saved: Any
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def sources(self) -> Iterator[Any]:
+        yield self.saved
+
+    def evaluate(self, read: Reader, at: Tensor | None = None) -> Tensor:
+        return read.whole(self.saved)
+
+    def parts(self, read: Reader, at: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
+        yield from read.parts(self.saved)
+
+
+@dataclass(frozen=True)
+class Product(Expression):
+    """``left * right * scale``, element by element; either may be a mask of bool or integers."""
+
+    left: Expression
+    right: Expression
+    scale: float = 1.0
+
+    @property
+    def numel(self) -> int:
+        return self.left.numel
+
+    def sources(self) -> Iterator[Any]:
+        yield from self.left.sources()
+        yield from self.right.sources()
+
+    def evaluate(self, read: Reader, at: Tensor | None = None) -> Tensor:
+        left, right = self.left, self.right
+        product = left.evaluate(read, at)
+        if not product.dtype.is_floating_point:  # a mask: the other one is what can hold the result
+            left, right = right, left
+            product = left.evaluate(read, at)
+        # The two need not be in memory whole at the same time.
+        for start, part in right.parts(read, at):
+            product[start : start + len(part)].mul_(part)
+        return product if self.scale == 1.0 else product.mul_(self.scale)
+
+
+@dataclass(frozen=True)
+class Scaled(Expression):
+    """``x`` times a number, times one factor a row ``[rows]``, or one a column ``[columns]``."""
+
+    x: Expression
+    number: float = 1.0
+    rows: Source | None = None
+    columns: Tensor | None = None
+
+    @property
+    def numel(self) -> int:
+        return self.x.numel
+
+    def sources(self) -> Iterator[Any]:
+        yield from self.x.sources()
+        if self.rows is not None:
+            yield from self.rows.sources()
+
+    def evaluate(self, read: Reader, at: Tensor | None = None) -> Tensor:
+        x = self.x.evaluate(read, at)
+        if self.number != 1.0:
+            x = x.mul_(self.number)
+        if self.rows is not None:
+            factors = self.rows.evaluate(read, at).view(-1, 1)
+            x = x.view(len(factors), -1).mul_(factors).view(-1)
+        if self.columns is not None:
+            count = self.columns.numel()
+            if at is None:
+                x = x.view(-1, count).mul_(self.columns).view(-1)
+            else:
+                x = x.mul_(self.columns[at % count])
+        return x
+
+
+@dataclass(frozen=True)
+class Sum(Expression):
+    """``left + right * scale``."""
+
+    left: Expression
+    right: Expression
+    scale: float = 1.0
+
+    @property
+    def numel(self) -> int:
+        return self.left.numel
+
+    def sources(self) -> Iterator[Any]:
+        yield from self.left.sources()
+        yield from self.right.sources()
+
+    def evaluate(self, read: Reader, at: Tensor | None = None) -> Tensor:
+        total = self.left.evaluate(read, at)
+        for start, part in self.right.parts(read, at):
+            total[start : start + len(part)].add_(part, alpha=self.scale)
+        return total
+
+
+@dataclass
+class Shifted(Expression):
+    """``x`` and a number that the elements themselves tell, as the graph does not."""
+
+    x: Expression
+    number: float = 0.0
+
+    @property
+    def numel(self) -> int:
+        return self.x.numel
+
+    def sources(self) -> Iterator[Any]:
+        yield from self.x.sources()
+
+    def evaluate(self, read: Reader, at: Tensor | None = None) -> Tensor:
+        return self.x.evaluate(read, at).add_(self.number)
+
+    def agrees(self, flat: Tensor, read: Reader, at: Tensor | None = None) -> bool:
+        exact = flat if at is None else flat[at]
+        try:
+            value = self.x.evaluate(read, at).float()
+        except RuntimeError:
+            return False
+        self.number = float((exact.float() - value).median())
+        return math.isfinite(self.number) and _close(value + self.number, exact, flat.dtype)
+
+
+@dataclass(frozen=True)
+class Function(Expression):
+    """A function of each element by itself.
+
+    Attributes:
+        apply: may write into what it is given.
+    """
+
+    x: Expression
+    apply: Callable[[Tensor], Tensor]
+
+    @property
+    def numel(self) -> int:
+        return self.x.numel
+
+    def sources(self) -> Iterator[Any]:
+        yield from self.x.sources()
+
+    def evaluate(self, read: Reader, at: Tensor | None = None) -> Tensor:
+        return self.apply(self.x.evaluate(read, at))
+
+
+@dataclass(frozen=True)
+class LayerNorm(Expression):
+    """``(x - mean) * rstd * weight + bias`` over rows of ``size`` elements.
+
+    The statistics are those that the forward pass saved; weight and bias ``[size]`` or None.
+    """
+
+    x: Source
+    mean: Source
+    rstd: Source
+    weight: Tensor | None
+    bias: Tensor | None
+    size: int
+
+    @property
+    def numel(self) -> int:
+        return self.x.numel
+
+    def sources(self) -> Iterator[Any]:
+        for source in (self.x, self.mean, self.rstd):
+            yield from source.sources()
+
+    def evaluate(self, read: Reader, at: Tensor | None = None) -> Tensor:
+        columns = self.size if at is None else 1
+        x = self.x.evaluate(read, at).float().view(-1, columns)
+        rstd = self.rstd.evaluate(read, at).float().view(-1, 1)
+        shift = self.mean.evaluate(read, at).float().view(-1, 1) * -rstd
+        torch.addcmul(shift, x, rstd, out=x)
+        for parameter, apply in ((self.weight, x.mul_), (self.bias, x.add_)):
+            if parameter is not None:
+                apply(parameter if at is None else parameter[at % self.size, None])
+        return x.view(-1)
