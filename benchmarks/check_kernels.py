@@ -24,8 +24,12 @@ Row = dict[str, Any]
 CODECS = [Codec(unit, book) for unit in Granularity for book in ("uniform", "normal", "root")]
 CODECS += [parse_codec("gelu"), parse_codec("binary")]
 FAST_CODECS = ("group+uniform", "group+normal", "token+normal", "channel+normal", "gelu", "binary")
+FAST_CHOICES = {torch.float32: (1, 2, 4, 8), torch.bfloat16: (4,)}
 CHOICES = ((1, torch.float32), (3, torch.bfloat16), (4, torch.float16), (8, torch.float32))
 SHAPES = ((129, 256), (70, 384), (31, 33), (3, 9001), (1, 1))
+Case = tuple[int, torch.dtype, tuple[int, int], str]
+"""Bits, dtype, rows and columns, kind of values."""
+
 KINDS = ("normal", "tails", "tiny", "constant", "not finite")
 
 
@@ -66,17 +70,25 @@ def conformance(machine: Machine, argument: str) -> Iterator[Row]:
     start = time.perf_counter()
     problem = self_check(backend, machine.device)
     yield _checked(argument, "self-check", 1, problem, start)
-    for codec in CODECS:
-        start, count, problem = time.perf_counter(), 0, ""
-        for index, (bits, dtype) in enumerate(CHOICES):
-            shapes = SHAPES[index % len(SHAPES) :][:1] if machine.tiny else SHAPES
-            for shape in shapes:
-                for kind in KINDS:
-                    x = values(codec, kind, shape, dtype)
-                    width = 1 if codec.lossless else bits
-                    problem = problem or difference(backend, x, codec, width, machine.device)
-                    count += 1
-        yield _checked(argument, str(codec), count, problem, start)
+    for codec, cases in cases_of():
+        start, problem = time.perf_counter(), ""
+        for bits, dtype, shape, kind in cases:
+            x = values(codec, kind, shape, dtype)
+            problem = problem or difference(backend, x, codec, bits, machine.device)
+        yield _checked(argument, str(codec), len(cases), problem, start)
+
+
+def cases_of() -> Iterator[tuple[Codec, list[Case]]]:
+    """For each codec its cases: every width with every kind of value, at sizes that go round.
+
+    Not all sizes with all widths: Triton compiles each anew, half a second a kernel.
+    """
+    for index, codec in enumerate(CODECS):
+        pairs = [
+            (1 if codec.lossless else bits, dtype, SHAPES[(index + turn) % len(SHAPES)])
+            for turn, (bits, dtype) in enumerate(CHOICES)
+        ]
+        yield codec, [(*pair, kind) for pair in pairs for kind in KINDS]
 
 
 def _checked(backend: str, check: str, count: int, problem: str, start: float) -> Row:
@@ -136,10 +148,10 @@ def bandwidth(machine: Machine, argument: str) -> Iterator[Row]:
     rows = size_bytes(machine) // (4 * COLS)
     for name in FAST_CODECS:
         codec = parse_codec(name)
-        for dtype in (torch.float32,) if machine.tiny else (torch.float32, torch.bfloat16):
-            x = sample(codec, rows, COLS, dtype).to(machine.device)
+        for dtype, widths in FAST_CHOICES.items():
+            x = sample(codec, rows, COLS, dtype, machine.device)
             copy = torch.empty_like(x)
-            for bits in [1] if codec.lossless else (1, 2, 4, 8):
+            for bits in [1] if codec.lossless else widths:
                 pages = Encoded(backend, x, codec, bits)
                 seconds = medians(
                     {"copy": lambda: copy.copy_(x), "encode": pages.encode,  # noqa: B023

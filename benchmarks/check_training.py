@@ -117,9 +117,11 @@ def hooks(machine: Machine, argument: str) -> Iterator[Row]:
         return time.perf_counter() - start
 
     empty = saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
-    budget_mb = 0.2 * blocks * 2 * rows * width * 4 / 1e6
+    budget_mb = 0.5 * blocks * 2 * rows * width * 4 / 1e6
     kernels = KernelTime(get_backend("auto", machine.device))
-    daf = compress_activations(model, budget_mb=budget_mb, calibrate_at=[0], recalibrate_every=0)
+    daf = compress_activations(
+        model, budget_mb=budget_mb, bits=[4], calibrate_at=[0], recalibrate_every=0
+    )
 
     def inside() -> float:
         """Seconds spent in pack and unpack so far, kernels included."""

@@ -7,6 +7,7 @@ it is installed (``pip install 'daf-hf[bench]'``), and how fast dropout's noise 
 
     python benchmarks/kernels.py --json kernels.json
     python benchmarks/kernels.py --parts kernels --codecs group+normal gelu --bits 1 2 4 8
+    python benchmarks/kernels.py --threads 1 --clock own
     DAF_HF_ISA=avx2 python benchmarks/kernels.py --parts noise
 """
 
@@ -23,7 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from subjects import MAKERS, Subject, Subjects, Work
-from timing import Memcpy, keep_freed_memory, samples
+from timing import Clock, Memcpy, host_clock, keep_freed_memory, own_clock, samples
 
 from daf_hf.codecs import parse_codec
 from daf_hf.kernels import cpu_status
@@ -37,7 +38,7 @@ CODECS = [
     "binary",
 ]  # fmt: skip
 PARTS = ("kernels", "peers", "noise")
-WIDTH = 118
+WIDTH = 124
 """Columns of the tables."""
 
 Row = dict[str, str | int | float]
@@ -56,10 +57,10 @@ class Record:
         self._copied = 2 * work.x.nbytes
         self._times: dict[str, list[float]] = {"copy": [], **{name: [] for name in work.calls}}
 
-    def add(self, work: Work, copy: Memcpy, repeats: int) -> None:
+    def add(self, work: Work, copy: Memcpy, repeats: int, clock: Clock) -> None:
         """Time the subject and memcpy in turn."""
         calls = {direction: call for direction, (call, _) in work.calls.items()}
-        for name, seconds in samples({"copy": copy, **calls}, repeats).items():
+        for name, seconds in samples({"copy": copy, **calls}, repeats, clock).items():
             self._times[name] += seconds
 
     def rows(self) -> list[Row]:
@@ -94,7 +95,8 @@ def run(options: argparse.Namespace) -> list[Row]:
             record = records.setdefault(work.subject, Record(work))
             repeats = options.slow_repeats if work.slow else options.repeats
             with Memcpy(work.x, work.subject.threads) as copy:
-                record.add(work, copy, repeats)
+                clock = own_clock if options.clock == "own" else host_clock
+                record.add(work, copy, repeats, clock)
     return [row for record in records.values() for row in record.rows()]
 
 
@@ -119,7 +121,8 @@ def show(rows: list[Row], console: Console) -> None:
             if codec not in ("gelu", "binary", "noise"):
                 codec = f"{row['granularity']}+{codec}"
             line = str(row["direction"]), str(row["backend"]), codec
-            cell = f"{row['ms']:.2f} {row['fraction_of_memcpy']:4.0%}"
+            ms = f"{row['ms']:.2f}" if float(row["ms"]) < 100 else f"{row['ms']:.0f}"
+            cell = f"{ms} {row['fraction_of_memcpy']:4.0%}"
             lines.setdefault(line, {})[row["bits"]] = cell
         for line, cells in sorted(lines.items(), key=lambda item: DIRECTIONS.index(item[0][0])):
             table.add_row(*line, *(cells.get(bits, "") for bits in widths))
@@ -143,6 +146,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, default=3, help="how often all is gone through")
     add("--repeats", type=int, default=7, help="timed calls of each native kernel in a round")
     add("--slow-repeats", type=int, default=2, help="timed calls of everything else in a round")
+    add(
+        "--clock",
+        choices=("wall", "own"),
+        default="wall",
+        help="own: the calling thread's time on its processor, for a machine with others' work on "
+        "it; for one thread",
+    )
     add("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args(arguments)
     for text in options.codecs:
@@ -154,6 +164,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         value = getattr(options, name)
         if min(value if isinstance(value, list) else [value]) < 1:
             parser.error(f"--{name.replace('_', '-')} {value}: use 1 or more")
+    if options.clock == "own" and options.threads != [1]:
+        parser.error(f"--clock own --threads {options.threads}: use --threads 1")
     if max(options.bits) > 8:
         parser.error(f"--bits {options.bits}: use widths of 1 to 8")
     if options.rows * options.cols % 256:

@@ -69,10 +69,12 @@ class Encoded:
         return torch.cat(segments).cpu().view(-1, PAGE_BYTES)[list(self._table)]
 
 
-def sample(codec: Codec, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
-    """A tensor of the kind that ``codec`` is made for, on the CPU."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(rows, cols, generator=generator, device="cpu")
+def sample(
+    codec: Codec, rows: int, cols: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Tensor:
+    """A tensor of the kind that ``codec`` is made for."""
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(rows, cols, generator=generator, device=device)
     if codec.lossless:
         x = (x > -1.28).float() / 0.9
     elif codec.codebook == "root":

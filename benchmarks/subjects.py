@@ -14,7 +14,7 @@ from peers import Peer, bitsandbytes_peers, torch_peers
 from timing import Call
 from torch import Tensor
 
-from daf_hf.codecs import FRUGAL, GENERAL, Codec, parse_codec
+from daf_hf.codecs import GENERAL, Codec, parse_codec
 from daf_hf.kernels import get_backend
 from daf_hf.kernels.noise import TorchStream, streams
 
@@ -92,12 +92,16 @@ class Subjects:
         finally:
             torch.set_num_threads(before)
 
+    def _beside_peers(self, dtype: torch.dtype, threads: int) -> bool:
+        """Whether this is what peers are measured for: the first dtype at fewest threads."""
+        return dtype_name(dtype) == self._options.dtypes[0] and threads == self._least
+
     def _kernels(self, dtype: torch.dtype, threads: int) -> Iterator[Work]:
-        """Our own backends; the reference, which is slow, with two codecs at fewest threads."""
+        """Our own backends; the reference, which is slow, where peers are measured."""
         for name in self._options.backends:
             slow = name == "reference"
             for codec in map(parse_codec, self._options.codecs):
-                if slow and (threads != self._least or codec not in (GENERAL, FRUGAL)):
+                if slow and not (codec == GENERAL and self._beside_peers(dtype, threads)):
                     continue
                 for bits in [1] if codec.lossless else self._options.bits:
                     yield self._kernel(name, codec, bits, dtype, threads, slow)
@@ -121,8 +125,8 @@ class Subjects:
         )
 
     def _others(self, dtype: torch.dtype, threads: int) -> Iterator[Work]:
-        """Other quantizers, of the first dtype at fewest threads."""
-        if dtype_name(dtype) != self._options.dtypes[0] or threads != self._least:
+        """Other quantizers."""
+        if not self._beside_peers(dtype, threads):
             return
         x = tensor("normal", self._options.rows, self._options.cols, dtype)
         if self._peers is None:

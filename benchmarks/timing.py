@@ -28,6 +28,13 @@ def host_clock(call: Call) -> float:
     return time.perf_counter() - start
 
 
+def own_clock(call: Call) -> float:
+    """Seconds that the calling thread was on its processor: without those of other programs."""
+    start = time.thread_time()
+    call()
+    return time.thread_time() - start
+
+
 def device_clock(device: torch.device) -> Clock:
     """Seconds of the device's own work on the current stream; the host's clock for a CPU.
 
