@@ -10,7 +10,15 @@ PYTEST_ARGS ?=
 TORCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-triton lint typecheck clean
+# What the native code is compiled with for `make test-neon`. With Clang:
+#   make test-neon NEON_CXX='clang++ --target=aarch64-linux-gnu' SSE2_CXX=clang++
+NEON_CXX ?= aarch64-linux-gnu-g++
+SSE2_CXX ?= g++
+CLANG ?= clang
+STRICT := -Wall -Wextra -Werror
+BUILD_NATIVE := $(BIN)/python setup.py --quiet build_ext --inplace --force
+
+.PHONY: help install demo test test-triton test-neon test-clang lint typecheck clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -27,6 +35,23 @@ test-triton: $(STAMP)  ## Run the Triton kernels in the interpreter, and compile
 	$(PIP) -c constraints.txt -e ".[triton]"
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/test_triton.py $(PYTEST_ARGS)
 	$(BIN)/python benchmarks/triton_compile.py --quick
+
+test-neon: $(STAMP)  ## Run the native code for ARM's NEON, and SSE2 alone, under QEMU
+	@missing=""; \
+	command -v $(firstword $(NEON_CXX)) >/dev/null || missing="g++-aarch64-linux-gnu"; \
+	command -v qemu-aarch64 >/dev/null || missing="$$missing qemu-user"; \
+	test -z "$$missing" || { echo "Not installed (names of Debian's packages): $$missing"; exit 1; }
+	DAF_HF_TEST_NEON_CXX="$(NEON_CXX) $(STRICT)" DAF_HF_TEST_SSE2_CXX="$(SSE2_CXX) $(STRICT)" \
+		$(BIN)/python -m pytest tests/test_qemu.py $(PYTEST_ARGS)
+
+test-clang: $(STAMP)  ## Test the native code as Clang builds it, then build it as before
+	@command -v $(CLANG)++ >/dev/null || \
+		{ echo "Not installed (name of Debian's package): clang"; exit 1; }
+	CC=$(CLANG) CXX=$(CLANG)++ CFLAGS="$(STRICT)" $(BUILD_NATIVE)
+	@$(BIN)/python -c 'from daf_hf.kernels import cpu_status; compiler = cpu_status().compiler; \
+		assert "clang" in compiler.lower(), compiler; print("== Built with", compiler)'
+	$(BIN)/python -m pytest tests/test_kernels.py tests/test_noise.py $(PYTEST_ARGS); \
+		status=$$?; $(BUILD_NATIVE); exit $$status
 
 lint: $(STAMP)  ## Check style
 	$(BIN)/ruff check .

@@ -24,9 +24,10 @@ from .fit import check_encodable, check_fit
 from .format import MAX_BITS, Codebook, Layout, PageSpace
 
 ISA_VARIABLE = "DAF_HF_ISA"
-"""Environment variable that forces an instruction set: ``avx512``, ``avx2`` or ``baseline``."""
+"""Environment variable that forces an instruction set, one of ``ISAS``."""
 
-ISAS = ("avx512", "avx2", "baseline")
+ISAS = ("avx512", "avx2", "neon", "baseline")
+"""``baseline`` is SSE2 on x86-64; AArch64 has ``neon`` alone."""
 
 PARALLEL_BYTES = 1 << 20
 """Tensors smaller than this are handled by the calling thread alone."""
@@ -154,7 +155,8 @@ class CpuBackend:
             RuntimeError: this processor lacks it.
         """
         if not self._library.daf_use_isa(isa.encode()):
-            raise RuntimeError(f"instruction set {isa!r} is not available here: use one of {ISAS}")
+            message = f"instruction set {isa!r} is not available here: use one of {self.isas}"
+            raise RuntimeError(message)
 
     def encode(self, x: Tensor, layout: Layout, bits: int, table: array, space: PageSpace) -> bool:
         """As :func:`daf_hf.kernels.reference.encode`.

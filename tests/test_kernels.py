@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daf_hf.codecs import Codec
+from daf_hf.codecs import Codec, parse_codec
 from daf_hf.kernels import BACKENDS, Backend, cpu, cpu_status, get_backend, reference
 from daf_hf.kernels.format import GROUP, LANES, PAGE_BYTES, Granularity, Layout, PageSpace
 
@@ -209,6 +209,27 @@ def test_threads_do_not_change_results(monkeypatch, codec, cols):
             compare(backend, x, layout, 3, expected)
 
 
+@pytest.mark.parametrize("bits", [3, 8])
+@pytest.mark.parametrize("codec", ["group+normal", "channel+uniform", "token+root"])
+def test_large_tensors_are_written_past_the_caches(native, codec, bits):
+    """To the same bits, wherever they begin, and nothing beside them."""
+    cols, count = 1031, (16 << 20) // 4 + 300
+    x = torch.randn(count // cols * cols, generator=torch.Generator().manual_seed(0)).abs_()
+    layout = parse_codec(codec).layout(x.numel(), cols, bits)
+    pages = Pages(layout, bits, pages_per_segment=1 << 13)
+    assert native.encode(x, layout, bits, pages.table, pages.space)
+    around = torch.full((x.numel() + 64,), 7.0)
+    results = []
+    for start in (16, 17):
+        around.fill_(7.0)
+        native.decode(around[start : start + x.numel()], layout, bits, pages.table, pages.space)
+        assert bool((around[:start] == 7.0).all())
+        assert bool((around[start + x.numel() :] == 7.0).all())
+        results.append(around[start : start + x.numel()].clone())
+    assert same_bits(*results)
+    assert float((results[0] - x).abs().max()) < float(x.max())
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_non_finite_is_refused(native, codec, bad):
@@ -390,7 +411,7 @@ for name in ("auto", "cpu"):
 
 
 @pytest.mark.skipif(not ISAS, reason="the native backend was not built")
-@pytest.mark.parametrize("isa", ["mmx", "AVX2"])
+@pytest.mark.parametrize("isa", ["mmx", "AVX2", "baseline" if "neon" in ISAS else "neon"])
 def test_an_instruction_set_that_cannot_serve_is_refused(isa):
     result = run_python(BAD_ISA, DAF_HF_ISA=isa)
     assert result.stdout.splitlines() == [f"DAF_HF_ISA={isa!r}: use one of {ISAS}"] * 3
@@ -430,7 +451,7 @@ def test_choice_of_backend():
 
 FORKED = """
 import os, torch
-from daf_hf.codecs import Codec
+from daf_hf.codecs import Codec, parse_codec
 from daf_hf.kernels import cpu
 from daf_hf.kernels.format import Granularity
 from tests.test_kernels import Pages

@@ -6,7 +6,13 @@
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define DAF_X86 1
+#pragma GCC diagnostic push
+#if !defined(__clang__)  // GCC takes what these headers leave undefined on purpose for mistakes
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #endif
 
 #include "common.h"
@@ -14,10 +20,16 @@
 
 // Every instruction set compiles the same source, in a namespace of its own.
 
+#if defined(__aarch64__)
+#define DAF_BASELINE_NAME "neon"  // which every such processor has
+#else
+#define DAF_BASELINE_NAME "baseline"  // on x86-64 that is SSE2
+#endif
+
 namespace daf {
 namespace baseline {
 #define DAF_WIDTH 4
-#define DAF_ISA_NAME "baseline"
+#define DAF_ISA_NAME DAF_BASELINE_NAME
 #include "codec.inc"
 #undef DAF_WIDTH
 #undef DAF_ISA_NAME
