@@ -33,7 +33,8 @@ PART_PAGES = 128
 _SEGMENT_BYTES_MAX = 1 << 22
 _SEGMENT_BYTES_MIN = 1 << 16
 _SEGMENTS_PER_BUDGET = 16
-_IDLE_SHARE = 0.03
+_IDLE_SHARE = 0.01
+"""Of the segments, how much must have become free for a look at which of them are empty."""
 
 
 class Stored:
@@ -119,6 +120,7 @@ class Arena:
         self.stored_elements = 0
         self.stored_bits = 0
         self._free = array("i")
+        self._looked_at = 0  # free pages that were there at the last look, and still are
         self._live: set[Stored] = set()
         self._order: SortedList = SortedList()
         self._serial = 0
@@ -152,6 +154,7 @@ class Arena:
         if pages:
             stored.table = self._free[-pages:]
             del self._free[-pages:]
+            self._looked_at = min(self._looked_at, len(self._free))
             self.used_pages += pages
         self._live.add(stored)
         self.stored_elements += stored.layout.numel
@@ -235,11 +238,11 @@ class Arena:
         return within
 
     def trim_if_idle(self) -> None:
-        """Give empty segments back if a good part of what was taken is free.
+        """Give empty segments back if a good part of what was taken has become free.
 
         While a backward pass goes on, what it has freed makes room for its gradients.
         """
-        if len(self._free) * PAGE_BYTES > _IDLE_SHARE * self.reserved_bytes:
+        if (len(self._free) - self._looked_at) * PAGE_BYTES > _IDLE_SHARE * self.reserved_bytes:
             self.trim()
 
     def trim(self) -> None:
@@ -248,7 +251,10 @@ class Arena:
         sizes = self._segment_sizes()
         free_of = np.bincount(np.array(self._free, np.int64) // per, minlength=len(sizes))
         empty = np.flatnonzero((sizes == free_of) & (sizes > 0))
-        self._drop_segments(empty)
+        if len(empty):
+            self._withdraw_pages(empty)
+            self._return_segments(empty)
+        self._looked_at = len(self._free)
 
     def _footprint(self) -> int:
         """Bytes taken from the device, page tables and outside bytes included."""
@@ -333,8 +339,7 @@ class Arena:
     def _drop_segments(self, victims: np.ndarray) -> None:
         """Move what lives in some segments to free pages of the others, and give them back."""
         per = self.space.pages_per_segment
-        free = np.array(self._free, np.int32)
-        self._free = array("i", free[~np.isin(free // per, victims)].tobytes())
+        self._withdraw_pages(victims)
         moved = np.arange(len(self.space.segments) * per, dtype=np.int32)
         for stored in self._live:
             table = np.frombuffer(stored.table, np.int32)
@@ -343,9 +348,20 @@ class Arena:
                 continue
             targets = np.array(self._free[-len(sources) :], np.int32)
             del self._free[-len(sources) :]
+            self._looked_at = min(self._looked_at, len(self._free))
             self._copy_pages(sources, targets)
             moved[sources] = targets
             np.copyto(np.frombuffer(stored.table, np.int32), moved[table])
+        self._return_segments(victims)
+
+    def _withdraw_pages(self, victims: np.ndarray) -> None:
+        """Offer the free pages of some segments no longer."""
+        free = np.array(self._free, np.int32)
+        inside = np.isin(free // self.space.pages_per_segment, victims)
+        self._free = array("i", free[~inside].tobytes())
+
+    def _return_segments(self, victims: np.ndarray) -> None:
+        """Give segments back to the device."""
         for index in victims:
             segment = self.space.segments[index]
             assert segment is not None
