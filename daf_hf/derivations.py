@@ -208,6 +208,10 @@ def _add(trace: _Trace, node: Any) -> Expression | None:
     right = trace.output(node.next_functions[1]) if left is not None else None
     if left is None or right is None or left.numel != right.numel:
         return None
+    # Terms of one tensor. Along a residual stream one layer's input would follow from that of the
+    # layer before, and that from the one before it.
+    if len({id(source) for source in (*left.sources(), *right.sources())}) > 1:
+        return None
     return Sum(left, right, float(node._saved_alpha))
 
 

@@ -139,6 +139,7 @@ NOT_DERIVED = {
     "a broadcast of what was computed": lambda x: x.softmax(-1) * x.tanh()[:1],
     "a factor a column that was computed": lambda x: x.softmax(-1) * x.sum(0).exp(),
     "a number added to what is unknown": lambda x: (x * 3 + x).sin() + 1,
+    "a residual stream": lambda x: x.softmax(-1) + masked(x.tanh()),
     "the input of a function": lambda x: (x * 2).tanh().add(x).sigmoid(),
     "another output": lambda x: x.softmax(-1).unbind()[1].view(1, -1),
     "a weight that was computed": lambda x: layer_norm(x * 2, x.shape[-1:], x.sum(0).exp()),

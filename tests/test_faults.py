@@ -638,13 +638,13 @@ def test_frozen_weights_are_never_stored(name):
     daf, compressor = compressed(model, 10.0)
     storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
     stored = []
-    place = compressor._place
+    place = compressor.placement.place
 
     def noting(flat, *rest):
         stored.append(flat.untyped_storage().data_ptr())
         return place(flat, *rest)
 
-    compressor._place = noting
+    compressor.placement.place = noting
     gradients(model, inputs, daf)
     assert stored
     assert storages.isdisjoint(stored)
@@ -657,7 +657,7 @@ def test_autocast_copies_of_frozen_weights_take_nothing(name):
     autocast = torch.autocast("cpu", torch.bfloat16)
     sizes = {p.numel() for n, p in model.named_parameters() if not p.requires_grad and p.dim() == 2}
     copies = []
-    place = compressor._place
+    place = compressor.placement.place
 
     def noting(flat, cols, site, *rest):
         for n, parameter in model.named_parameters():
@@ -667,7 +667,7 @@ def test_autocast_copies_of_frozen_weights_take_nothing(name):
                 copies.append(n)
         return place(flat, cols, site, *rest)
 
-    compressor._place = noting
+    compressor.placement.place = noting
     with daf, autocast:
         loss = loss_of(model(**inputs))
     loss.backward()
