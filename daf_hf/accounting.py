@@ -169,7 +169,7 @@ class MemoryReport:
         held_bytes_peak: all bytes held for backward at the worst moment: pages, statistics,
             page tables and exact copies.
         stored_bytes_peak: of these, in the arena.
-        exact_bytes_peak: of these, kept exactly outside it.
+        exact_bytes_peak: of these, kept exactly outside it (what waits for a worker among them).
         plain_bytes: unique bytes that plain training holds in its worst step over the same
             steps; parameters and buffers excluded.
         ratio: plain_bytes / held_bytes_peak.

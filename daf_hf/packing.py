@@ -1,6 +1,6 @@
 """Packing by a worker: elements are encoded into pages while the forward pass goes on.
 
-Locks. A :class:`Packing` has a lock of its own, held while its elements are encoded. Under it
+Locks. A :class:`Job` has a lock of its own, held while its elements are encoded. Under it
 nothing else is waited for: what ends meanwhile only *tries* the placement's lock, and otherwise
 leaves its end to that lock's next holder (:class:`daf_hf.handles.DeferredEnds`). So whoever holds
 the placement's lock may wait for the worker, and the worker waits for nobody.
@@ -13,6 +13,7 @@ So pages stay where they are, as many as they are, until they are written.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -32,38 +33,72 @@ SMALLEST_BYTES = 1 << 20
 
 
 class Packing(Physical):
-    """Elements on their way into pages, held exactly until they are there.
-
-    Whoever comes first encodes them: the worker, or a thread that needs them. Elements that turn
-    out not to be representable stay as they are.
+    """Elements that are, or were, on their way into pages.
 
     Args:
-        copy: the elements, exactly.
+        job: brings them there.
+
+    Attributes:
+        place: where they are for good; None while the job is not finished.
+    """
+
+    __slots__ = ("job", "place")
+
+    def __init__(self, job: Job) -> None:
+        assert job.pages is not None
+        super().__init__(job.pages.site, private=job.pages.private)
+        self.place: Physical | None = None
+        self.job = job
+        job.packing = weakref.ref(self)
+
+    def _finished(self) -> Physical:
+        self.job.finish()
+        if self.job.error is not None:
+            raise self.job.error
+        assert self.place is not None
+        return self.place
+
+    def flat(self) -> Tensor:
+        return self._finished().flat()
+
+    def own(self) -> Tensor:
+        return self._finished().own()
+
+    def parts(self) -> Iterator[tuple[int, Tensor]]:
+        yield from self._finished().parts()
+
+
+class Job:
+    """Encodes elements, which it holds exactly until then.
+
+    Whoever comes first encodes: the worker, or a thread that needs it done. It does not hold what
+    it is done for: where that is gone, all of it has ended when the job is finished.
+
+    Args:
+        copy: the elements, exactly. They stay there if they cannot be represented.
         pages: where they go; not written yet.
         encode: writes the pages; False where the elements cannot be represented.
         waits: ends when the elements wait no longer.
 
     Attributes:
-        copy, pages: one of them is None as soon as the elements are in the other.
+        copy, pages: None when it is finished.
+        error: what encoding raised.
+        packing: whom to tell.
         queue: what it leaves when it is finished.
     """
 
-    __slots__ = ("_encode", "_error", "_lock", "_process", "_waits", "copy", "pages", "queue")
-
-    def __init__(
-        self, copy: Copy, pages: Pages, encode: Callable[[], bool], waits: Lease | None = None
-    ) -> None:
-        super().__init__(pages.site, private=pages.private)
+    def __init__(self, copy: Copy, pages: Pages, encode: Callable[[], bool], waits: Lease) -> None:
         self.copy: Copy | None = copy
         self.pages: Pages | None = pages
-        self.queue: dict[Packing, None] = {}
+        self.error: Exception | None = None
+        self.packing: Callable[[], Packing | None] = lambda: None
+        self.queue: dict[Job, None] = {}
         self._encode: Callable[[], bool] | None = encode
-        self._waits = waits
-        self._error: Exception | None = None
+        self._waits: Lease | None = waits
         self._lock, self._process = Lock(), os.getpid()
 
     def finish(self) -> None:
-        """Encode, or wait for who does. What goes wrong is raised where the elements are read."""
+        """Encode, or wait for who does."""
         if self._process != os.getpid():
             # A forked child: whoever held the lock is not in it.
             self._lock, self._process = Lock(), os.getpid()
@@ -73,31 +108,15 @@ class Packing(Physical):
             try:
                 done = self._encode()
             except Exception as error:
-                self._error, done = error, False
-            self._encode = None
-            if done:
-                self.copy = None
-            else:
-                self.pages = None
+                self.error, done = error, False
+            place, packing = self.pages if done else self.copy, self.packing()
+            if packing is not None:
+                packing.place = place
+            # Whatever nobody needs any more has ended before the queue says so.
+            del packing, place
+            self._encode = self.copy = self.pages = None
             self._waits = None
             self.queue.pop(self, None)
-
-    def _place(self) -> Physical:
-        self.finish()
-        if self._error is not None:
-            raise self._error
-        place = self.pages or self.copy
-        assert place is not None
-        return place
-
-    def flat(self) -> Tensor:
-        return self._place().flat()
-
-    def own(self) -> Tensor:
-        return self._place().own()
-
-    def parts(self) -> Iterator[tuple[int, Tensor]]:
-        yield from self._place().parts()
 
 
 class Packer:
@@ -116,7 +135,7 @@ class Packer:
     def __init__(self, device: torch.device, backend: Backend) -> None:
         self._pinned = PinnedPages(backend, device) if device.type == "cuda" else None
         self.pages: Backend = self._pinned or backend
-        self._queue: dict[Packing, None] = {}  # what is not packed yet, oldest first
+        self._queue: dict[Job, None] = {}  # what is not packed yet, oldest first
         self._executor: ThreadPoolExecutor | None = None
         self._process = -1
 
@@ -151,29 +170,31 @@ class Packer:
 
         return elements, encode
 
-    def submit(self, packing: Packing) -> None:
-        """Have ``packing`` finished soon, or at the latest by its reader."""
-        packing.queue = self._queue
-        self._queue[packing] = None
+    def submit(self, job: Job) -> Packing:
+        """Have ``job`` finished soon, or at the latest by whoever reads the elements."""
+        packing = Packing(job)
+        job.queue = self._queue
+        self._queue[job] = None
         if self._executor is None or self._process != os.getpid():
             # A forked child lacks the thread of its parent.
             self._executor, self._process = ThreadPoolExecutor(1, "daf_hf"), os.getpid()
         with suppress(RuntimeError):  # no new thread, or the interpreter ends: the readers do it
             self._executor.submit(_finish_oldest, self._queue)
+        return packing
 
     def finish_all(self) -> bool:
         """Finish all that was submitted, together with the worker; False when nothing was."""
         jobs = list(self._queue)
-        for packing in reversed(jobs):  # the worker comes from the other end
-            packing.finish()
+        for job in reversed(jobs):  # the worker comes from the other end
+            job.finish()
         if self._pinned is not None:
             self._pinned.synchronize()
         return bool(jobs)
 
 
-def _finish_oldest(queue: dict[Packing, None]) -> None:
-    for packing in list(queue)[:1]:
-        packing.finish()
+def _finish_oldest(queue: dict[Job, None]) -> None:
+    for job in list(queue)[:1]:
+        job.finish()
 
 
 def choose_packer(packing: str, device: torch.device, backend: Backend) -> Packer | None:

@@ -22,7 +22,7 @@ from .handles import Copy, DeferredEnds, Drawn, Lease, Pages, Physical, Refused,
 from .kernels import get_backend
 from .kernels.format import MAX_BITS
 from .kernels.noise import STATE_BYTES, Stream, streams
-from .packing import Packer, Packing, choose_packer
+from .packing import Job, Packer, Packing, choose_packer
 from .refusal import BudgetError, Refusal
 from .sites import SaveSite
 from .spill import SpillFile
@@ -191,9 +191,7 @@ class Placement:
 
         count = self._count_later
         copy = Copy(site, elements, counted, flat.device)
-        packing = Packing(copy, pages, pack, waits)
-        packer.submit(packing)
-        return packing
+        return packer.submit(Job(copy, pages, pack, waits))
 
     def _make_room(self, stored: Stored) -> bool:
         """Insert ``stored``, demoting whatever costs least per page: the live ones or itself."""
