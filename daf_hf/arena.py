@@ -257,9 +257,11 @@ class Arena:
     def trim_if_idle(self) -> None:
         """Give empty segments back if a good part of what was taken has become free.
 
-        While a backward pass goes on, what it has freed makes room for its gradients.
+        While a backward pass goes on, what it has freed makes room for its gradients. Pinned ones
+        stay for now: to give them back is to wait for the device.
         """
-        if (len(self._free) - self._looked_at) * PAGE_BYTES > _IDLE_SHARE * self.reserved_bytes:
+        freed = (len(self._free) - self._looked_at) * PAGE_BYTES
+        if not self.pinned and freed > _IDLE_SHARE * self.reserved_bytes:
             self.trim()
 
     def trim(self) -> None:

@@ -103,20 +103,21 @@ class Job:
             # A forked child: whoever held the lock is not in it.
             self._lock, self._process = Lock(), os.getpid()
         with self._lock:
-            if self._encode is None:
-                return
-            try:
-                done = self._encode()
-            except Exception as error:
-                self.error, done = error, False
-            place, packing = self.pages if done else self.copy, self.packing()
-            if packing is not None:
-                packing.place = place
-            # Whatever nobody needs any more has ended before the queue says so.
-            del packing, place
-            self._encode = self.copy = self.pages = None
+            if self._encode is not None:
+                self._run(self._encode)
+            # What nobody needs any more has ended by now, before the queue says so.
             self._waits = None
             self.queue.pop(self, None)
+
+    def _run(self, encode: Callable[[], bool]) -> None:
+        try:
+            done = encode()
+        except Exception as error:
+            self.error, done = error, False
+        packing = self.packing()
+        if packing is not None:
+            packing.place = self.pages if done else self.copy
+        self._encode = self.copy = self.pages = None
 
 
 class Packer:

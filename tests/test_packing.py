@@ -28,7 +28,6 @@ from tiny import (
     compressed,
     gradients,
     nothing_held,
-    restored,
     same,
     save,
 )
@@ -39,10 +38,8 @@ from daf_hf import BudgetError, packing
 from daf_hf.arena import PAGE_COST
 from daf_hf.codecs import GENERAL
 from daf_hf.kernels import get_backend
-from daf_hf.packing import Packing, choose_packer
-from daf_hf.pinned_pages import PinnedPages
+from daf_hf.packing import Packing
 
-CPU = torch.device("cpu")
 finish_oldest = packing._finish_oldest
 
 
@@ -348,6 +345,16 @@ def test_elements_go_as_soon_as_they_are_packed(absent_worker):
     gc.collect()
     assert storage() is None
     del saved
+
+
+def test_a_packing_says_nothing_until_it_is_read(absent_worker):
+    daf = host()
+    with daf.scope():
+        handle = daf._pack(noise(64, 64))
+    assert isinstance(handle.physical, Packing)
+    assert handle.physical.place is None
+    daf._unpack(handle)
+    assert handle.physical.place is not None
 
 
 # Changes in place --------------------------------------------------------------------------------
@@ -767,97 +774,3 @@ def test_any_order_of_steps_with_a_worker_of_its_own_will(seed, monkeypatch, fre
     randoms = random.Random(seed)
     names = ["save"] * 4 + ["read", "drop", "limit", "trim", "exact"]
     run([(randoms.choice(names), randoms.randrange(8)) for _ in range(150)], randoms)
-
-
-# Devices -----------------------------------------------------------------------------------------
-
-
-class Brings(PinnedPages):
-    """Brings elements from a device that is the CPU, late."""
-
-    def __init__(self):
-        super().__init__(get_backend(), CPU)
-        self.complete = threading.Event()
-
-    def bring(self, flat):
-        elements = torch.full_like(flat, float("nan"))
-
-        def wait():
-            assert self.complete.wait(20)
-            elements.copy_(flat)
-
-        return elements, wait
-
-    def synchronize(self):
-        pass
-
-
-@pytest.fixture
-def remote(monkeypatch):
-    """A compressor whose elements have to be brought to the host."""
-    daf = host()
-    packer = daf.placement.packer
-    packer._pinned = brings = Brings()
-    daf.placement._pages = packer.pages = brings
-    return daf, brings
-
-
-def test_elements_are_brought_before_they_are_encoded(remote):
-    daf, brings = remote
-    x, odd = noise(64, 64), noise(64, 64)
-    odd[1, 1] = float("nan")
-    with daf.scope():
-        y, out = save(x, odd)
-    assert daf.placement.waiting_bytes == x.nbytes + odd.nbytes
-    brings.complete.set()
-    y.backward()
-    assert torch.equal(out[0], restored(x, GENERAL, 8))
-    assert torch.equal(out[1].view(torch.int32), odd.view(torch.int32))
-    del y
-    assert nothing_held(daf)
-
-
-@pytest.mark.parametrize("name", ["triton", "reference"])
-def test_kernels_that_address_pages_serve_pinned_ones(name, monkeypatch):
-    used = []
-
-    class Kernels:
-        def __init__(self):
-            self.name = name
-
-        def encode(self, *args):
-            used.append("encode")
-            return get_backend().encode(*args)
-
-        def decode(self, *args):
-            used.append("decode")
-            return get_backend().decode(*args)
-
-    pages = PinnedPages(Kernels(), CPU)
-    x = noise(64, 64)
-    assert torch.equal(restored(x, GENERAL, 4, pages), restored(x, GENERAL, 4))
-    assert used == (["encode", "decode"] if name == "triton" else [])
-
-
-@pytest.mark.parametrize("faster", [True, False])
-def test_auto_on_a_gpu_takes_what_is_faster(faster, monkeypatch):
-    monkeypatch.setattr(packing, "host_is_faster", lambda *_: faster)
-    packer = choose_packer("auto", torch.device("cuda", 0), get_backend())
-    assert (packer is not None) == faster
-    assert choose_packer("device", torch.device("cuda", 0), get_backend()) is None
-
-
-def test_other_devices_are_refused():
-    with pytest.raises(ValueError, match="packing='host' cannot serve mps: use"):
-        choose_packer("host", torch.device("mps"), get_backend())
-    assert choose_packer("auto", torch.device("mps"), get_backend()) is None
-
-
-def test_a_packing_says_nothing_until_it_is_read(absent_worker):
-    daf = host()
-    with daf.scope():
-        handle = daf._pack(noise(64, 64))
-    assert isinstance(handle.physical, Packing)
-    assert handle.physical.place is None
-    daf._unpack(handle)
-    assert handle.physical.place is not None
