@@ -60,7 +60,8 @@ class Ledger:
         plain_peak: the most that ``plain`` has been.
         peak: at the worst moment since the start.
         step_peak: at the worst moment since the last :meth:`start_step`.
-        pass_peak: bytes held at the worst moment since a forward pass began.
+        pass_peak: bytes held at the worst moment since a forward pass began, without those of
+            elements that waited to be packed.
         kernel_seconds, hook_seconds, planning_seconds: time spent (hooks without kernels).
         counts: events by name, as :class:`MemoryReport` lists them.
     """
@@ -129,9 +130,9 @@ class Ledger:
         self._forget(cdata, holding)
         return freed
 
-    def observe(self, held: int, exact: int, elements: int, bits: int) -> None:
-        """Note a moment; keeps the worst ones."""
-        self.pass_peak = max(self.pass_peak, held)
+    def observe(self, held: int, exact: int, elements: int, bits: int, waiting: int = 0) -> None:
+        """Note a moment; keeps the worst ones. ``waiting``: of ``exact``, what is soon packed."""
+        self.pass_peak = max(self.pass_peak, held - waiting)
         if held > self.step_peak.held:
             self.step_peak = Peak(held, held - exact, exact, elements, bits)
             if held > self.peak.held:
@@ -168,7 +169,7 @@ class MemoryReport:
         held_bytes_peak: all bytes held for backward at the worst moment: pages, statistics,
             page tables and exact copies.
         stored_bytes_peak: of these, in the arena.
-        exact_bytes_peak: of these, kept exactly outside it.
+        exact_bytes_peak: of these, kept exactly outside it (what waits for a worker among them).
         plain_bytes: unique bytes that plain training holds in its worst step over the same
             steps; parameters and buffers excluded.
         ratio: plain_bytes / held_bytes_peak.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -104,11 +104,22 @@ class Arena:
     Args:
         limit_bytes: the budget, or inf.
         device: where segments live.
+        before_change: called before what is live is demoted or moved, and before segments are
+            given back: whoever still reads or writes pages is to be waited for.
+        pinned: segments are of pinned host memory.
     """
 
-    def __init__(self, limit_bytes: float, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        limit_bytes: float,
+        device: torch.device | str = "cpu",
+        before_change: Callable[[], object] = lambda: None,
+        pinned: bool = False,
+    ) -> None:
         self.limit_bytes = limit_bytes
         self.device = torch.device(device)
+        self.pinned = pinned
+        self._before_change = before_change
         target = limit_bytes / _SEGMENTS_PER_BUDGET if math.isfinite(limit_bytes) else math.inf
         size = min(max(target, _SEGMENT_BYTES_MIN), _SEGMENT_BYTES_MAX)
         self.space = PageSpace(1 << int(math.log2(size // PAGE_BYTES)))
@@ -136,6 +147,11 @@ class Arena:
     def held_bytes(self) -> int:
         """All bytes that count against the budget."""
         return self.used_pages * PAGE_COST + self.outside_bytes
+
+    @property
+    def room_bytes(self) -> float:
+        """Bytes that may be held more with all segments staying where they are."""
+        return self.limit_bytes - self._footprint()
 
     def fits(self, pages: int, outside: int = 0) -> bool:
         """Whether so many more pages and outside bytes stay within the budget."""
@@ -195,6 +211,7 @@ class Arena:
 
     def demote_cheapest(self) -> None:
         """Drop the planes whose loss costs least per page; their pages are free at once."""
+        self._before_change()
         score, _, stored = self._order.pop(0)
         stored.rank = None
         lower = stored.lower()
@@ -240,9 +257,11 @@ class Arena:
     def trim_if_idle(self) -> None:
         """Give empty segments back if a good part of what was taken has become free.
 
-        While a backward pass goes on, what it has freed makes room for its gradients.
+        While a backward pass goes on, what it has freed makes room for its gradients. Pinned ones
+        stay for now: to give them back is to wait for the device.
         """
-        if (len(self._free) - self._looked_at) * PAGE_BYTES > _IDLE_SHARE * self.reserved_bytes:
+        freed = (len(self._free) - self._looked_at) * PAGE_BYTES
+        if not self.pinned and freed > _IDLE_SHARE * self.reserved_bytes:
             self.trim()
 
     def trim(self) -> None:
@@ -252,6 +271,7 @@ class Arena:
         free_of = np.bincount(np.array(self._free, np.int64) // per, minlength=len(sizes))
         empty = np.flatnonzero((sizes == free_of) & (sizes > 0))
         if len(empty):
+            self._before_change()
             self._withdraw_pages(empty)
             self._return_segments(empty)
         self._looked_at = len(self._free)
@@ -273,8 +293,10 @@ class Arena:
         return True
 
     def _add_segment(self, size: int) -> None:
-        segment = torch.empty(size * PAGE_BYTES, dtype=torch.uint8, device=self.device)
-        if self.device.type == "cpu":
+        segment = torch.empty(
+            size * PAGE_BYTES, dtype=torch.uint8, device=self.device, pin_memory=self.pinned
+        )
+        if self.device.type == "cpu" and not self.pinned:
             advise_huge_pages(segment)
         space = self.space
         index = next((i for i, s in enumerate(space.segments) if s is None), len(space.segments))
@@ -338,6 +360,7 @@ class Arena:
 
     def _drop_segments(self, victims: np.ndarray) -> None:
         """Move what lives in some segments to free pages of the others, and give them back."""
+        self._before_change()
         per = self.space.pages_per_segment
         self._withdraw_pages(victims)
         moved = np.arange(len(self.space.segments) * per, dtype=np.int32)

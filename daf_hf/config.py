@@ -18,6 +18,7 @@ import yaml
 
 ALLOCATORS = ("greedy", "uniform")
 BACKENDS = ("auto", "reference", "cpu", "triton", "cuda")
+PACKING = ("device", "host", "auto")
 OVERFLOW = ("error", "spill")
 ALL_BITS = (0, 1, 2, 3, 4, 5, 6, 7, 8)
 
@@ -54,6 +55,11 @@ class DAFConfig:
         "auto",
         "Kernels: 'auto', 'reference' (plain torch), 'cpu' (native), 'triton' or 'cuda' (GPUs).",
     )
+    packing: str = _option(
+        "device",
+        "Who encodes: 'device' (the tensor's own, at once), 'host' (a thread of the CPU, into host "
+        "memory, while the forward pass goes on) or 'auto' (on a GPU the faster one, measured).",
+    )
     on_overflow: str = _option(
         "error",
         "When even the fewest bits do not fit: 'error' refuses the budget in the first step (and "
@@ -86,6 +92,7 @@ class DAFConfig:
             raise ValueError("include=(): use at least one module pattern, or '*' for all")
         _choice("allocator", self.allocator, ALLOCATORS)
         _choice("backend", self.backend, BACKENDS)
+        _choice("packing", self.packing, PACKING)
         _choice("on_overflow", self.on_overflow, OVERFLOW)
         for name, least in (("calibration_batch", 1), ("recalibrate_every", 0), ("seed", 0)):
             put(self, name, _integer(name, getattr(self, name), least))

@@ -82,7 +82,7 @@ class Gauge:
 
     def __init__(self, compressor: Compressor) -> None:
         self._backend = compressor.backend
-        self._device = compressor.arena.device
+        self._device = compressor.device
 
     def distortions(self, item: Item) -> dict[Codec, tuple[float, ...]]:
         """Distortions at 0..8 bits of every codec worth trying, on a sample of the rows."""

@@ -67,11 +67,13 @@ class DeferredEnds:
 
         return finish
 
-    def settle(self) -> None:
-        """Run what waits; the caller holds the lock."""
+    def settle(self) -> bool:
+        """Run what waits; False when nothing did. The caller holds the lock."""
+        some = bool(self._waiting)
         while self._waiting:
             end, what = self._waiting.popleft()
             end(what)
+        return some
 
 
 class Version:
@@ -228,19 +230,22 @@ class Pages(Physical):
 
 
 class Copy(Physical):
-    """Elements held exactly."""
+    """Elements held exactly, here or, with ``device``, for another device."""
 
-    __slots__ = ("elements",)
+    __slots__ = ("device", "elements")
 
-    def __init__(self, site: SaveSite, elements: Tensor, lease: Lease) -> None:
+    def __init__(
+        self, site: SaveSite, elements: Tensor, lease: Lease, device: torch.device | None = None
+    ) -> None:
         super().__init__(site, lease)
         self.elements = elements
+        self.device = device or elements.device
 
     def flat(self) -> Tensor:
-        return self.elements
+        return self.elements.to(self.device)
 
     def own(self) -> Tensor:
-        return self.elements.clone()
+        return self.elements.to(self.device, copy=True)
 
 
 class Drawn(Physical):

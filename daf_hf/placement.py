@@ -22,6 +22,7 @@ from .handles import Copy, DeferredEnds, Drawn, Lease, Pages, Physical, Refused,
 from .kernels import get_backend
 from .kernels.format import MAX_BITS
 from .kernels.noise import STATE_BYTES, Stream, streams
+from .packing import Job, Packer, Packing, choose_packer
 from .refusal import BudgetError, Refusal
 from .sites import SaveSite
 from .spill import SpillFile
@@ -46,8 +47,13 @@ class Placement:
         config: the options.
         device: of the model.
 
+    Raises:
+        ValueError: for an option that cannot serve this device.
+
     Attributes:
-        arena, workspace, ledger, draws, backend: the parts.
+        arena, workspace, ledger, draws, backend, packer: the parts; no packer where elements are
+            encoded at once.
+        waiting_bytes: of elements that wait to be encoded; they count as held outside the arena.
         lock: held while the arena changes, and by the caller of what does not take it itself.
         ends: what waits for the lock.
         refuses: an overflow is refused (:class:`BudgetError`) rather than spilled.
@@ -59,8 +65,13 @@ class Placement:
 
     def __init__(self, config: DAFConfig, device: torch.device) -> None:
         self._config = config
+        self.device = device
         self.backend = get_backend(config.backend, device)
-        self.arena = Arena(config.budget_bytes, device)
+        self.packer = packer = choose_packer(config.packing, device, self.backend)
+        self._pages = packer.pages if packer else self.backend
+        limit = config.budget_bytes
+        self.arena = packer.arena(limit) if packer else Arena(limit, device)
+        self.waiting_bytes = 0
         self.workspace = Workspace()
         self.ledger = Ledger()
         self.draws = Draws(streams(self.backend))
@@ -75,6 +86,8 @@ class Placement:
         self._end_outside = self.ends.later(self.arena.release_outside)
         self._end_pages = self.ends.later(self.arena.remove)
         self._end_exact = self.ends.later(self._unhold)
+        self._end_waiting = self.ends.later(self._unwait)
+        self._count_later = self.ends.later(self.ledger.count)
 
     def place(self, flat: Tensor, cols: int, site: SaveSite, cdata: int, whole: bool) -> Physical:
         """Store ``flat``: as the generator's state, in one plane, as planned, or exactly."""
@@ -133,22 +146,59 @@ class Placement:
                 return None  # what is counted must be what would be held
             fewest = stored.layout.pages(stored.widths[0])
             return self._overflow(flat, site, fewest * PAGE_COST)
+        if self.packer and not codec.lossless:
+            packing = self._hand_over(self.packer, flat, site, stored, codec)
+            if packing is not None:
+                return packing
         began = perf_counter()
-        done = self.backend.encode(flat, stored.layout, stored.bits, stored.table, self.arena.space)
+        done = self._pages.encode(flat, stored.layout, stored.bits, stored.table, self.arena.space)
         self.ledger.kernel_seconds += perf_counter() - began
         if not done:
             self.arena.remove(stored)
             if not codec.lossless:
                 self.ledger.count("not_finite")
             return None
+        return self._in_pages(flat, site, stored, codec)
+
+    def _in_pages(self, flat: Tensor, site: SaveSite, stored: Stored, codec: Codec) -> Pages:
         site.placed = codec, stored.bits
         lease = Lease(self._end_pages, stored)
         return Pages(site, lease, codec.private, stored, flat.dtype, self.decode)
+
+    def _hand_over(
+        self, packer: Packer, flat: Tensor, site: SaveSite, stored: Stored, codec: Codec
+    ) -> Packing | None:
+        """Leave it to the worker to fill the pages of ``stored``.
+
+        None where the elements have no room until then: the worker is behind, and to encode them
+        at once is to help. Half of the room is left to the pages of what comes next.
+        """
+        nbytes, arena = flat.nbytes, self.arena
+        if not packer.takes(flat) or 2 * nbytes > arena.room_bytes:
+            return None
+        arena.outside_bytes += nbytes
+        self.waiting_bytes += nbytes
+        counted, waits = Lease(self._end_outside, nbytes), Lease(self._end_waiting, nbytes)
+        pages = self._in_pages(flat, site, stored, codec)
+        elements, encode = packer.encoder(flat, stored, arena.space)
+
+        def pack() -> bool:
+            done = encode()
+            if not done:
+                site.placed = "exact", None
+                count("not_finite")
+            return done
+
+        count = self._count_later
+        copy = Copy(site, elements, counted, flat.device)
+        return packer.submit(Job(copy, pages, pack, waits))
 
     def _make_room(self, stored: Stored) -> bool:
         """Insert ``stored``, demoting whatever costs least per page: the live ones or itself."""
         arena = self.arena
         while not arena.insert(stored):
+            if self.settle():
+                continue
             own, live = stored.demotion_score(), arena.cheapest_demotion()
             if own <= live:
                 lower = stored.lower()
@@ -182,6 +232,8 @@ class Placement:
     def _reserve(self, nbytes: int) -> bool:
         """Count exact bytes, demoting live activations as far as it takes."""
         while not self.arena.reserve_outside(nbytes):
+            if self.settle():
+                continue
             if math.isinf(self.arena.cheapest_demotion()):
                 return False
             self.arena.demote_cheapest()
@@ -209,15 +261,27 @@ class Placement:
             refusal, self.refusal = self.refusal, Refusal()
         return refusal.error() if refusal else None
 
+    def settle(self) -> bool:
+        """Pack what waits for it, and run what waits for the lock; False when nothing did.
+
+        The caller holds the lock. Afterwards all that is held is what would be held without a
+        worker, so what the budget has room for does not depend on how fast the worker is.
+        """
+        began = perf_counter()
+        packed = self.packer is not None and self.packer.finish_all()
+        self.ledger.kernel_seconds += perf_counter() - began
+        return self.ends.settle() or packed
+
     # Restoring ---------------------------------------------------------------------------------
 
     def decode(self, stored: Stored, dtype: torch.dtype) -> Tensor:
         """The elements of ``stored`` as a new flat tensor."""
         with self.lock:
             began = perf_counter()
-            self.arena.trim_if_idle()
-            out = self.workspace.empty(stored.layout.numel, dtype, self.arena.device)
-            self.backend.decode(out, stored.layout, stored.bits, stored.table, self.arena.space)
+            if not self.packer or self.packer.idle:  # to trim is to wait for all jobs
+                self.arena.trim_if_idle()
+            out = self.workspace.empty(stored.layout.numel, dtype, self.device)
+            self._pages.decode(out, stored.layout, stored.bits, stored.table, self.arena.space)
             self.ledger.kernel_seconds += perf_counter() - began
         return out
 
@@ -225,7 +289,7 @@ class Placement:
         """The next ``numel`` elements of a stream as a new flat tensor."""
         with self.lock:
             began = perf_counter()
-            out = self.workspace.empty(numel, dtype, self.arena.device)
+            out = self.workspace.empty(numel, dtype, self.device)
             stream.fill(out)
             self.ledger.kernel_seconds += perf_counter() - began
         return out
@@ -248,3 +312,6 @@ class Placement:
 
     def _unhold(self, cdata: int) -> None:
         self.arena.release_outside(self.ledger.release_exactly(cdata))
+
+    def _unwait(self, nbytes: int) -> None:
+        self.waiting_bytes -= nbytes

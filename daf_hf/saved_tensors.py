@@ -36,6 +36,7 @@ from .handles import (
     source_of,
 )
 from .hook_stack import pop_hooks, push_hooks, top_hooks
+from .packing import Packing
 from .placement import Placement
 from .refusal import Refusal
 from .sites import SaveSite, SiteTracker
@@ -119,7 +120,7 @@ class Compressor:
     def begin_forward(self) -> None:
         """A forward pass of the model begins: settle what has ended, learn what is the model's."""
         with self.lock:
-            self.placement.ends.settle()
+            self.placement.settle()
             self.workspace.clear()
         self.tracker.restart()
         self.draws.note()
@@ -141,22 +142,22 @@ class Compressor:
         return isinstance(tensor if base is None else base, nn.Parameter)
 
     def held_bytes(self) -> int:
-        """All bytes held for backward now."""
+        """All bytes held for backward, once all that waits is packed."""
         with self.lock:
-            self.placement.ends.settle()
+            self.placement.settle()
             return self.arena.held_bytes
 
     def set_limit(self, limit_bytes: float) -> bool:
         """Change the budget; False when what is live stays above it for now."""
         with self.lock:
-            self.placement.ends.settle()
+            self.placement.settle()
             self.placement.refusal = Refusal()
             return self.arena.set_limit(limit_bytes)
 
     def release_idle(self) -> None:
         """Give back all memory that holds nothing."""
         with self.lock:
-            self.placement.ends.settle()
+            self.placement.settle()
             self.arena.trim()
             self.workspace.clear()
 
@@ -171,7 +172,11 @@ class Compressor:
             handle = self._save(tensor, frame)
             ledger, arena = self.ledger, self.arena
             ledger.observe(
-                arena.held_bytes, arena.outside_bytes, arena.stored_elements, arena.stored_bits
+                arena.held_bytes,
+                arena.outside_bytes,
+                arena.stored_elements,
+                arena.stored_bits,
+                self.placement.waiting_bytes,
             )
             ledger.hook_seconds += perf_counter() - began - (ledger.kernel_seconds - kernels)
         return handle
@@ -250,7 +255,8 @@ class Compressor:
 
         def resolve(packed: Any) -> Source | None:
             found = source_of(packed)
-            if found and isinstance(found.saved, (Tensor, Copy)) and packed.version:
+            changeable = found and isinstance(found.saved, (Tensor, Copy, Packing))
+            if changeable and packed.version:
                 versions.append(packed.version)
             return found
 

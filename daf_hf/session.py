@@ -269,6 +269,7 @@ class Session:
     def report(self, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
         """What was held so far; see :class:`MemoryReport`."""
         compressor, ledger = self.compressor, self.compressor.ledger
+        compressor.held_bytes()  # what waits is packed and counted
         model = compressor.model
         parameters = list(model.parameters())
         exact = math.isinf(compressor.arena.limit_bytes)

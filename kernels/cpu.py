@@ -219,7 +219,8 @@ class CpuBackend:
         check_fit(x, layout, bits, table, _CPU)
         entry = self._layouts.get(layout)
         if entry is None:
-            entry = self._layouts[layout] = self._describe(layout)
+            # Another thread may be using the one that it made: there is never a second.
+            entry = self._layouts.setdefault(layout, self._describe(layout))
         threads = torch.get_num_threads() if x.nbytes >= PARALLEL_BYTES else 1
         return entry[1], _DTYPES[x.dtype], threads
 

@@ -24,6 +24,7 @@ GOOD = {
     "importance": "error",
     "allocator": "uniform",
     "backend": "reference",
+    "packing": "host",
     "on_overflow": "spill",
     "calibration_batch": 2,
     "calibrate_at": [0, 5],
@@ -53,6 +54,7 @@ BAD = [
     ("importance", 3),
     ("allocator", "best"),
     ("backend", "gpu"),
+    ("packing", "cpu"),
     ("on_overflow", "ignore"),
     ("calibration_batch", 0),
     ("calibration_batch", 1.0),
@@ -81,7 +83,7 @@ def test_unknown_option_is_named_with_those_there_are():
         DAFConfig.build(bugdet_mb=3)
 
 
-@pytest.mark.parametrize("choice", ["allocator", "backend", "on_overflow"])
+@pytest.mark.parametrize("choice", ["allocator", "backend", "packing", "on_overflow"])
 def test_refusal_names_what_is_allowed(choice):
     default = getattr(DAFConfig(), choice)
     with pytest.raises(ValueError, match=default):

@@ -28,6 +28,7 @@ from daf_hf.arena import PAGE_COST, TABLE_ENTRY_BYTES
 from daf_hf.kernels import reference
 from daf_hf.kernels.format import PAGE_BYTES, PageSpace
 from daf_hf.loops import compress_activations
+from daf_hf.packing import Packing
 
 VOCABULARY = 120
 HIDDEN = 64
@@ -304,12 +305,20 @@ class Watch:
         entries = self.pages() * TABLE_ENTRY_BYTES
         return sum(s.nbytes for s in segments if s is not None) + entries + self.exact()
 
+    def _places(self):
+        """Where elements are: those on their way into pages are in two places."""
+        for physical in self._physicals:
+            yield physical.place if isinstance(physical, Packing) else physical
+        packer = self.compressor.placement.packer
+        for job in list(packer._queue) if packer else ():
+            yield from (job.pages, job.copy)
+
     def pages(self):
-        return sum(len(p.stored.table) for p in self._physicals if hasattr(p, "stored"))
+        return sum(len(p.stored.table) for p in self._places() if hasattr(p, "stored"))
 
     def exact(self):
-        tensors = [p.elements for p in self._physicals if hasattr(p, "elements")]
-        tensors += [p.noise.state for p in self._physicals if hasattr(p, "noise")]
+        tensors = [p.elements for p in self._places() if hasattr(p, "elements")]
+        tensors += [p.noise.state for p in self._places() if hasattr(p, "noise")]
         copies = (tensor.untyped_storage() for tensor in tensors)
         return sum({storage.data_ptr(): storage.nbytes() for storage in copies}.values())
 
