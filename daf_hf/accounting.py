@@ -236,6 +236,7 @@ class MemoryReport:
             ("peak RSS above the start", self.peak_rss_bytes),
             ("  transient", self.transient_bytes_peak),
         ]
+        events = "".join(f"; {number} {name}" for name, number in self.counts.items())
         names = {"planning": "planning and calibration"}
         times = ", ".join(
             f"{names.get(name, name)} {seconds:.1f} s"
@@ -248,7 +249,7 @@ class MemoryReport:
             1,
             f"ratio {self.ratio:.1f}x, {self.mean_bits:.2f} bits a stored element, predicted "
             f"gradient error {measured(self.predicted_gradient_error)}, {self.demotions} "
-            f"demotions; time: {times or 'none'}",
+            f"demotions; time: {times or 'none'}{events}",
         )
 
 

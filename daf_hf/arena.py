@@ -382,6 +382,7 @@ class Arena:
         free = np.array(self._free, np.int32)
         inside = np.isin(free // self.space.pages_per_segment, victims)
         self._free = array("i", free[~inside].tobytes())
+        self._looked_at = min(self._looked_at, len(self._free))
 
     def _return_segments(self, victims: np.ndarray) -> None:
         """Give segments back to the device."""

@@ -49,7 +49,7 @@ Resolve = Callable[[Any], "Source | None"]
 """From what the hooks packed, or what :func:`remember` was given, to a source."""
 
 MOST_OPERATIONS = 16
-"""Beyond so many a trace is given up: evaluating it would take longer than it is worth."""
+"""Beyond so many, those that sources take included, evaluating costs more than it is worth."""
 
 _KEY = "daf_hf"
 
@@ -69,7 +69,7 @@ def derivation(tensor: Tensor, numel: int, resolve: Resolve) -> Expression | Non
     # What is saved already is not derived: that is where it is stored.
     if found is None or isinstance(found, Source) or found.numel != numel:
         return None
-    return found
+    return found if found.operations <= MOST_OPERATIONS else None
 
 
 def remember(tensor: Tensor, packed: Any) -> None:
@@ -81,7 +81,7 @@ def remember(tensor: Tensor, packed: Any) -> None:
     """
     node: Any = tensor.grad_fn
     if node is not None and is_contiguous(tuple(tensor.shape), tensor.stride()):
-        node.metadata[_KEY, tensor.output_nr] = packed
+        node.metadata[f"{_KEY}.{tensor.output_nr}"] = packed
 
 
 class _Trace:
@@ -92,9 +92,9 @@ class _Trace:
     def root(self, edge: Edge) -> Expression | None:
         """What the tensor is that is being saved."""
         node, index = _behind(edge, VIEWS | CASTS)
-        if node is None or index:
+        if node is None or index or isinstance(node, torch._C._FunctionBase):
             return None
-        if operation(node.name()) == "Add" and node.next_functions[-1][0] is None:
+        if operation(node.name()) == "Add" and [*node.next_functions, (None, 0)][1][0] is None:
             x = self.output(node.next_functions[0])
             return None if x is None else Shifted(x)
         return self._made_by(node, saved=False)
@@ -114,11 +114,13 @@ class _Trace:
         return None if index else self._made_by(node, saved=True)
 
     def _remembered(self, node: Any, index: int) -> Source | None:
-        packed = node.metadata.get((_KEY, index))
+        packed = node.metadata.get(f"{_KEY}.{index}")
         return self._resolve(packed) if packed is not None else None
 
     def _made_by(self, node: Any, saved: bool) -> Expression | None:
         """A node's output; its own saved output will do where ``saved``."""
+        if isinstance(node, torch._C._FunctionBase):  # written in Python, whatever its name
+            return None
         found = self.saved(node, "result") if saved else None
         trace = _TRACES.get(operation(node.name()))
         self._operations_left -= 1
@@ -180,7 +182,7 @@ def _number(node: Any) -> float | None:
     else:
         other = node._saved_other
     if isinstance(other, Tensor):
-        return float(other) if not other.dim() else None
+        return float(other) if not other.dim() and not other.is_complex() else None
     return float(other) if isinstance(other, (int, float)) else None
 
 
@@ -204,6 +206,8 @@ def _native_dropout(trace: _Trace, node: Any) -> Expression | None:
 
 
 def _add(trace: _Trace, node: Any) -> Expression | None:
+    if len(node.next_functions) != 2:  # a number, which the graph does not keep
+        return None
     left = trace.output(node.next_functions[0])
     right = trace.output(node.next_functions[1]) if left is not None else None
     if left is None or right is None or left.numel != right.numel:
@@ -236,6 +240,8 @@ def _layer_norm(trace: _Trace, node: Any) -> Expression | None:
 
 
 def _pow(trace: _Trace, node: Any) -> Expression | None:
+    if not node.name().endswith("Backward0"):  # the exponent is a tensor
+        return None
     exponent = node._saved_exponent
     if not isinstance(exponent, (int, float)):
         return None

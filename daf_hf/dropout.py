@@ -23,10 +23,6 @@ SMALLEST_ELEMENTS = 8 * STATE_BYTES
 PART_ELEMENTS = 1 << 18
 """Elements that are drawn at a time, where parts will do."""
 
-CERTAINTY = 20.0
-"""Noise is recognised by so many elements that other noise would agree in all of them with a
-probability of about ``exp(-2 * CERTAINTY)``."""
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_DIGITS = 6
 
@@ -49,11 +45,16 @@ class Noise:
         """A stream of its elements, from the first on."""
         return self.stream(self.state, self.keep)
 
-    def begins_with(self, flat: Tensor) -> bool:
-        """Whether these are its first elements."""
-        drawn = torch.empty_like(flat)
-        self.begin().fill(drawn)
-        return torch.equal(drawn, flat)
+    def is_that_of(self, flat: Tensor) -> bool:
+        """Whether these are its elements; all are compared."""
+        stream = self.begin()
+        size = PART_ELEMENTS if stream.divisible else self.numel
+        drawn = torch.empty(min(size, self.numel), dtype=self.dtype)
+        for part in flat.split(size):
+            stream.fill(drawn[: len(part)])
+            if not torch.equal(drawn[: len(part)], part):
+                return False
+        return True
 
 
 class Draws:
@@ -72,26 +73,19 @@ class Draws:
         self._state = torch.default_generator.get_state()
 
     def learn(self, flat: Tensor) -> float | None:
-        """The probability of being kept, if ``flat`` is noise drawn since the last note.
-
-        All elements are compared.
-        """
+        """The probability of being kept, if ``flat`` is noise drawn since the last note."""
         keep = _keep(flat)
         if keep is None or self._state is None:
             return None
         noise = Noise(self._state, keep, flat.numel(), flat.dtype, self._stream)
-        return keep if noise.begins_with(flat) else None
+        return keep if noise.is_that_of(flat) else None
 
     def recognise(self, flat: Tensor, keep: float) -> Noise | None:
-        """The noise that ``flat`` is, if it was drawn since the last note.
-
-        The first elements are compared.
-        """
+        """The noise that ``flat`` is, if it was drawn since the last note."""
         if self._state is None or flat.numel() < SMALLEST_ELEMENTS or flat.dtype not in _DTYPES:
             return None
         noise = Noise(self._state, keep, flat.numel(), flat.dtype, self._stream)
-        count = max(256, math.ceil(CERTAINTY / (keep * (1 - keep))))
-        return noise if noise.begins_with(flat[:count]) else None
+        return noise if noise.is_that_of(flat) else None
 
 
 def _keep(flat: Tensor) -> float | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from . import host_memory
@@ -140,7 +141,7 @@ def _print(found: dict[str, Any], console: Console) -> None:
         for name, backend in on["candidates"].items():
             state = "active" if name == on["active"] else "available"
             state = state if backend["available"] else backend["reason"]
-            table.add_row(kind, name, state, backend["self_check"] or "-")
+            table.add_row(kind, name, escape(state), escape(backend["self_check"] or "-"))
     console.print(table)
 
 

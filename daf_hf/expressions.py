@@ -3,31 +3,47 @@
 from __future__ import annotations
 
 import math
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-WITNESSES = 17
-"""Elements of a tensor by which a derivation is confirmed in each step; a prime, lest they all
-lie in the same columns.
-"""
+WITNESSES = 256
+"""Elements of a tensor by which a derivation is confirmed in each step."""
 
-TOLERANCE = 1e-4
-"""How far elements may be off, relative to the largest (four roundings in low precision)."""
+TOLERANCE = 1e-5
+"""How far elements may be off relative to the largest, where rounding is finer than that."""
+
+_UNIT = 1 << 30
 
 
-@lru_cache(maxsize=4096)
-def witnesses(numel: int) -> Tensor:
-    """Positions of a tensor's witnesses.
+class Places:
+    """Where witnesses are taken: at random, and anew from time to time, so that what is off in
+    part of a tensor is soon seen.
 
-    Those of one value a row are those of the rows in which the elements' witnesses are.
+    Those of one value a row are in the rows in which the elements' own are.
     """
-    return torch.tensor([index * numel // WITNESSES for index in range(WITNESSES)])
+
+    def __init__(self) -> None:
+        self._random = random.Random(0)
+        self.renew()
+
+    def renew(self) -> None:
+        """Choose others from now on."""
+        shares = [self._random.randrange(_UNIT) for _ in range(WITNESSES)]
+        self._shares = torch.tensor(sorted(shares))
+        self._known: dict[int, Tensor] = {}
+
+    def of(self, numel: int) -> Tensor:
+        """``int64 [WITNESSES]`` positions in a tensor of so many elements."""
+        found = self._known.get(numel)
+        if found is None:
+            found = self._known[numel] = (self._shares * numel).div_(_UNIT, rounding_mode="floor")
+        return found
 
 
 class Reader:
@@ -51,8 +67,18 @@ class Expression(ABC):
     numel: int
 
     @abstractmethod
+    def operands(self) -> tuple[Expression, ...]:
+        """What it is made of."""
+
     def sources(self) -> Iterator[Any]:
         """What it is a function of."""
+        for operand in self.operands():
+            yield from operand.sources()
+
+    @property
+    def operations(self) -> int:
+        """Passes over the elements that evaluating it takes."""
+        return 1 + sum(operand.operations for operand in self.operands())
 
     @abstractmethod
     def evaluate(self, read: Reader, at: Tensor | None = None) -> Tensor:
@@ -77,10 +103,15 @@ class Expression(ABC):
 
 
 def _close(value: Tensor, exact: Tensor, dtype: torch.dtype) -> bool:
+    """Whether two differ by no more than a few roundings, of the elements and of typical terms."""
     exact = exact.float()
-    largest = exact.abs().max().nan_to_num(0.0, 0.0)
-    tolerance = max(TOLERANCE, 4 * torch.finfo(dtype).eps) * float(largest)
-    return torch.allclose(value, exact, rtol=0.0, atol=tolerance, equal_nan=True)
+    sizes = exact.abs().nan_to_num(0.0, 0.0)
+    if not len(sizes):
+        return True
+    eps = torch.finfo(dtype).eps
+    typical = float(sizes.square().mean().sqrt())
+    off = max(TOLERANCE * float(sizes.max()), 2 * eps * typical)
+    return torch.allclose(value, exact, rtol=4 * eps, atol=off, equal_nan=True)
 
 
 @dataclass(frozen=True)
@@ -94,8 +125,15 @@ class Source(Expression):
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    def operands(self) -> tuple[Expression, ...]:
+        return ()
+
     def sources(self) -> Iterator[Any]:
         yield self.saved
+
+    @property
+    def operations(self) -> int:
+        return getattr(self.saved, "operations", 0)
 
     def evaluate(self, read: Reader, at: Tensor | None = None) -> Tensor:
         return read.whole(self.saved)
@@ -116,9 +154,8 @@ class Product(Expression):
     def numel(self) -> int:
         return self.left.numel
 
-    def sources(self) -> Iterator[Any]:
-        yield from self.left.sources()
-        yield from self.right.sources()
+    def operands(self) -> tuple[Expression, ...]:
+        return self.left, self.right
 
     def evaluate(self, read: Reader, at: Tensor | None = None) -> Tensor:
         left, right = self.left, self.right
@@ -145,10 +182,8 @@ class Scaled(Expression):
     def numel(self) -> int:
         return self.x.numel
 
-    def sources(self) -> Iterator[Any]:
-        yield from self.x.sources()
-        if self.rows is not None:
-            yield from self.rows.sources()
+    def operands(self) -> tuple[Expression, ...]:
+        return (self.x,) if self.rows is None else (self.x, self.rows)
 
     def evaluate(self, read: Reader, at: Tensor | None = None) -> Tensor:
         x = self.x.evaluate(read, at)
@@ -178,9 +213,8 @@ class Sum(Expression):
     def numel(self) -> int:
         return self.left.numel
 
-    def sources(self) -> Iterator[Any]:
-        yield from self.left.sources()
-        yield from self.right.sources()
+    def operands(self) -> tuple[Expression, ...]:
+        return self.left, self.right
 
     def evaluate(self, read: Reader, at: Tensor | None = None) -> Tensor:
         total = self.left.evaluate(read, at)
@@ -200,8 +234,8 @@ class Shifted(Expression):
     def numel(self) -> int:
         return self.x.numel
 
-    def sources(self) -> Iterator[Any]:
-        yield from self.x.sources()
+    def operands(self) -> tuple[Expression, ...]:
+        return (self.x,)
 
     def evaluate(self, read: Reader, at: Tensor | None = None) -> Tensor:
         return self.x.evaluate(read, at).add_(self.number)
@@ -231,8 +265,8 @@ class Function(Expression):
     def numel(self) -> int:
         return self.x.numel
 
-    def sources(self) -> Iterator[Any]:
-        yield from self.x.sources()
+    def operands(self) -> tuple[Expression, ...]:
+        return (self.x,)
 
     def evaluate(self, read: Reader, at: Tensor | None = None) -> Tensor:
         return self.apply(self.x.evaluate(read, at))
@@ -256,9 +290,8 @@ class LayerNorm(Expression):
     def numel(self) -> int:
         return self.x.numel
 
-    def sources(self) -> Iterator[Any]:
-        for source in (self.x, self.mean, self.rstd):
-            yield from source.sources()
+    def operands(self) -> tuple[Expression, ...]:
+        return self.x, self.mean, self.rstd
 
     def evaluate(self, read: Reader, at: Tensor | None = None) -> Tensor:
         columns = self.size if at is None else 1

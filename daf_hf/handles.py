@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .arena import Stored
 from .dropout import PART_ELEMENTS, Noise
-from .expressions import Expression, Reader, Source, witnesses
+from .expressions import Expression, Reader, Source
 from .kernels.noise import Stream
 from .refusal import Refusal
 from .sites import SaveSite
@@ -301,6 +301,11 @@ class Derived(Physical):
         self.versions = versions
         self.dtype = dtype
 
+    @property
+    def operations(self) -> int:
+        """Passes over the elements that restoring them takes."""
+        return self.expression.operations
+
     def flat(self) -> Tensor:
         for version in self.versions:
             version.check()
@@ -396,19 +401,3 @@ def source_of(packed: Any) -> Source | None:
         physical = packed.physical()
         return Source(physical, packed.shape) if physical is not None else None
     return None
-
-
-def _witnesses(source: Physical | Tensor) -> Tensor:
-    if isinstance(source, Tensor):
-        return source[witnesses(source.numel())]
-    if source.witnesses is None:
-        raise LookupError
-    return source.witnesses.clone()
-
-
-WITNESSES = Reader(_witnesses)
-"""Reads sources' witnesses.
-
-Raises:
-    LookupError: when a source was stored before anything was known to follow from it.
-"""

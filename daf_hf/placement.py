@@ -296,6 +296,10 @@ class Placement:
 
     # Exact bytes -------------------------------------------------------------------------------
 
+    def reserve(self, nbytes: int) -> Lease | None:
+        """Count so many bytes, demoting live activations as far as it takes; None without room."""
+        return Lease(self._end_outside, nbytes) if self._reserve(nbytes) else None
+
     def hold_storage(self, cdata: int) -> Lease:
         """Count a storage that is kept as it is, once however many tensors keep it."""
         self.arena.outside_bytes += self.ledger.hold_exactly(cdata)

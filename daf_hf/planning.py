@@ -10,6 +10,7 @@ from typing import Any
 from .allocation import ALLOCATORS, Option, lower_hull
 from .arena import PAGE_COST
 from .codecs import BINARY
+from .expressions import WITNESSES
 from .kernels.noise import STATE_BYTES
 from .placement import SMALLEST_BYTES
 from .saved_tensors import Compressor
@@ -142,22 +143,30 @@ class Planner:
         pages = codec.layout(numel, cols, bits).pages(bits)
         costs = [site.importance * d for d in site.distortions[codec]]
         costs[0] = max(costs[0], site.error_at_zero or 0.0)
-        return Option(pages * PAGE_COST * site.probed.uses, costs[bits], codec, bits, tuple(costs))
+        nbytes = pages * PAGE_COST * site.probed.uses + _witness_bytes(site)
+        return Option(nbytes, costs[bits], codec, bits, tuple(costs))
 
     def _exact(self, site: SaveSite, batch: Batch) -> Option:
         assert site.probed is not None
         numel, _ = site.probed.predict(batch)
         nbytes = numel * site.dtype.itemsize * site.probed.uses
-        return Option(nbytes, 0.0, None, None)
+        return Option(nbytes + _witness_bytes(site), 0.0, None, None)
 
     def _fixed_bytes(self, site: SaveSite, batch: Batch) -> int:
         assert site.probed is not None
         numel, cols = site.probed.predict(batch)
         nbytes = numel * site.dtype.itemsize
         if site.derived and nbytes >= SMALLEST_BYTES:
-            return 0
+            return _witness_bytes(site)
         if site.two_valued and nbytes >= SMALLEST_BYTES:
             nbytes = BINARY.layout(numel, cols or 1, 1).pages(1) * PAGE_COST
             if site.keep is not None:
                 nbytes = min(nbytes, STATE_BYTES)
-        return nbytes * site.probed.uses
+        return nbytes * site.probed.uses + _witness_bytes(site)
+
+
+def _witness_bytes(site: SaveSite) -> int:
+    """What is noted of a tensor from which others follow."""
+    if not site.feeds or site.probed is None:
+        return 0
+    return WITNESSES * site.dtype.itemsize * site.probed.uses

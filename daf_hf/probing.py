@@ -65,6 +65,11 @@ class Item:
         """Columns of the elements."""
         return columns(self.shape, self.column, self.flat.numel())
 
+    @property
+    def operations(self) -> int:
+        """Passes over the elements that it takes to restore what is derived."""
+        return self.expression.operations if self.expression is not None else 0
+
     def sources(self) -> list[Item]:
         """The items that it follows from."""
         found = self.expression.sources() if self.expression is not None else ()

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 from .config import DAFConfig
 from .derivations import derivation, remember
-from .expressions import Source, witnesses
+from .expressions import WITNESSES, Places, Reader, Source
 from .handles import (
-    WITNESSES,
     Copy,
     Derived,
     Handle,
@@ -73,6 +72,8 @@ class Compressor:
         self._local = threading.local()
         self._parameters: frozenset[int] = frozenset()
         self._physicals: dict[tuple[Any, ...], weakref.ref[Physical]] = {}
+        self._places = Places()
+        self._witnesses = Reader(self._witnesses_of)
         self._end_save = placement.ends.later(self.ledger.unsave)
 
     @property
@@ -106,7 +107,8 @@ class Compressor:
         """Compress what autograd saves inside, in this thread."""
         if not self.active:
             self.placement.refusal = Refusal()
-        self.learn_parameters()
+        if not self._parameters:
+            self.learn_parameters()
         calls = self.tracker.start()
         push_hooks(self._hooks)
         self._local.depth = getattr(self._local, "depth", 0) + 1
@@ -122,6 +124,8 @@ class Compressor:
         with self.lock:
             self.placement.settle()
             self.workspace.clear()
+            if not self._physicals:
+                self._places.renew()
         self.tracker.restart()
         self.draws.note()
         self.learn_parameters()
@@ -201,6 +205,10 @@ class Compressor:
             # Saved by a checkpoint that recomputes in backward: read at once, then gone.
             self.ledger.count("recomputed")
             return Kept(tensor)
+        parameter = self.recast_of(tensor)
+        if parameter is not None:
+            self.ledger.save(cdata, storage)
+            return Recast(tensor, parameter, Lease(self._end_save, cdata))
         site = self.tracker.site(frame, type(tensor.grad_fn))
         site.shape, site.dtype = tensor.shape, tensor.dtype
         first = self.ledger.save(cdata, storage)
@@ -208,9 +216,6 @@ class Compressor:
         lease = Lease(self._end_save, cdata)
         if math.isinf(self.arena.limit_bytes):
             return Kept(tensor, (lease, self.placement.hold_storage(cdata)))
-        parameter = self.recast_of(tensor)
-        if parameter is not None:
-            return Recast(tensor, parameter, lease)
         return self._store(tensor, site, cdata, lease)
 
     def _store(self, tensor: Tensor, site: SaveSite, cdata: int, lease: Lease) -> Handle:
@@ -236,7 +241,7 @@ class Compressor:
                 physical = self.placement.place(flat, cols, site, cdata, whole)
             physical.saved = lease
             if site.feeds and flat.numel():
-                physical.witnesses = flat[witnesses(flat.numel())]
+                self._take_witnesses(flat, physical)
             self._physicals[key] = weakref.ref(physical, self._forget(key))
             if site.two_valued:
                 self.draws.note()
@@ -263,13 +268,32 @@ class Compressor:
         expression = derivation(tensor, flat.numel(), resolve)
         if expression is not None:
             with suppress(LookupError):
-                if expression.agrees(flat, WITNESSES, witnesses(flat.numel())):
+                if expression.agrees(flat, self._witnesses, self._places.of(flat.numel())):
                     site.placed = "derived", None
                     return Derived(site, expression, versions, tensor.dtype)
         site.derived, site.doubted = False, True
         self.unplanned.add(site)
         self.ledger.count("doubted")
         return None
+
+    def _take_witnesses(self, flat: Tensor, physical: Physical) -> None:
+        """Note a few elements exactly, for what is derived from them; they count as held."""
+        lease = self.placement.reserve(WITNESSES * flat.element_size())
+        if lease is not None:
+            physical.witnesses = flat[self._places.of(flat.numel())]
+            physical.saved = physical.saved, lease
+
+    def _witnesses_of(self, source: Physical | Tensor) -> Tensor:
+        """The exact witnesses of a source.
+
+        Raises:
+            LookupError: it was stored before anything was known to follow from it.
+        """
+        if isinstance(source, Tensor):
+            return source[self._places.of(source.numel())]
+        if source.witnesses is None:
+            raise LookupError
+        return source.witnesses.clone()
 
     def _forget(self, key: tuple[Any, ...]) -> Callable[[Any], None]:
         physicals = self._physicals

@@ -114,7 +114,7 @@ class Session:
             self._restore()
             self._restore = None
 
-    def __del__(self) -> None:
+    def __del__(self, suppress: Any = suppress) -> None:  # globals may be gone at exit
         # Whoever trains may have died without removing us.
         with suppress(Exception):
             self.remove()
@@ -134,6 +134,7 @@ class Session:
         current = _Pass()
         if math.isinf(compressor.arena.limit_bytes):
             self._unlearnt = None
+            compressor.learn_parameters()
         else:
             began = perf_counter()
             compressor.begin_forward()

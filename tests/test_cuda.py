@@ -29,7 +29,7 @@ from test_kernels import (
 from test_nvrtc import FakeCompiler
 from tiny import batch, build, loss_of
 
-from daf_hf import compress_activations, kernels, saved_tensors
+from daf_hf import compress_activations, kernels, placement
 from daf_hf.codecs import BINARY, Codec
 from daf_hf.kernels import cpu, cpu_status, cuda, get_backend, nvrtc, reference
 from daf_hf.kernels.cuda_driver import CudaError, Device, Driver, Module
@@ -265,7 +265,7 @@ def test_training_is_the_same(emulated, monkeypatch):
     """Calibration, plan, demotion and gradients, on what the kernels really return."""
 
     def train(backend):
-        monkeypatch.setattr(saved_tensors, "get_backend", lambda *_: backend)
+        monkeypatch.setattr(placement, "get_backend", lambda *_: backend)
         model = build("bert")
         torch.manual_seed(3)
         with compress_activations(model, budget_mb=0.1) as daf:

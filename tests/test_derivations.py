@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import dropout, layer_norm
 
 from daf_hf.derivations import derivation
-from daf_hf.expressions import LayerNorm, Product, Reader, Source, witnesses
+from daf_hf.expressions import LayerNorm, Places, Product, Reader, Source
 from daf_hf.tensors import geometry, is_contiguous
 
 ROWS, COLS = 24, 32
@@ -162,10 +162,11 @@ def test_what_follows_from_saved_tensors_is_traced(name, dtype):
 def test_witnesses_tell_what_all_elements_do(name):
     """Row statistics, weights and elements are taken at places that belong together."""
     found = last_saved(lambda x: read_by_mm(DERIVED[name](x)))
-    at = witnesses(found.extent)
+    places = Places()
+    at = places.of(found.extent)
 
     def some(source):
-        return elements(source)[witnesses(elements(source).numel())]
+        return elements(source)[places.of(elements(source).numel())]
 
     few = Reader(some)
 
@@ -415,3 +416,129 @@ def test_a_loop_in_one_block_meets_the_same_sites():
     assert len(set(counts)) == 1
     assert derived_sites(compressor)
     assert not compressor.ledger.counts
+
+
+# What looks like a derivation and is none --------------------------------------------------------
+
+
+class Between(nn.Module):
+    """Something between two layers, of which the second saves its input."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.between = between
+
+    def forward(self, x):
+        return self.second(self.between(self.first(x))).square().mean()
+
+
+def steps(between, later=None, count=4):
+    """Errors of steps under compression, where ``later`` takes the place after the first."""
+    torch.manual_seed(0)
+    model, x = Between(between), torch.randn(32, 48, 64)
+    daf, compressor = compressed(model, 1e3)
+    errors = []
+    for step in range(count):
+        model.between = later if later is not None and step else between
+        exact = gradients_of(model, model(x))
+        with daf:
+            loss = model(x)
+        errors.append(relative_error(gradients_of(model, loss), exact))
+        del loss
+        daf.step()
+    assert nothing_held(compressor)
+    return errors
+
+
+def gradients_of(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def test_a_tensor_that_is_zero_in_the_pilot_is_no_number():
+    padding = torch.zeros(32, 48, 1)
+    padding[::3, -8:] = -100.0
+    assert max(steps(lambda h: torch.tanh(h) + padding)) < 1e-2  # 8 bits, in the step of the doubt
+
+
+def test_rows_that_are_cleared_behind_autograds_back():
+    def cleared(h):
+        h = layer_norm(h, (64,))
+        with torch.no_grad():
+            h[::3, -8:] = 0
+        return h
+
+    assert max(steps(cleared)) < 1e-2
+
+
+def test_a_power_that_becomes_a_tensor():
+    exponent = 1 + torch.rand(64)
+    assert max(steps(lambda h: h.sigmoid() ** 2.0, lambda h: h.sigmoid() ** exponent)) < 1e-2
+
+
+@pytest.mark.parametrize("length", [8, 300])
+@pytest.mark.parametrize(
+    "link",
+    [
+        lambda p, h: p * h + 0.5,
+        lambda p, h: p * torch.sigmoid(p) + 0.5,
+        lambda p, h: torch.nn.functional.silu(p) + 1,
+    ],
+)
+def test_long_chains_are_cut(link, length):
+    """Else every link would be evaluated from the first on, and some of them twice a link."""
+
+    def chain(h):
+        h = p = torch.tanh(h[:4])
+        for _ in range(length):
+            p = link(p, h)
+        return p
+
+    assert max(steps(chain, count=2)) < 1e-2
+
+
+def python_function(name):
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    def backward(ctx, gradient):
+        return gradient * 2 + 0 * ctx.saved_tensors[0]
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), methods)
+
+
+@pytest.mark.parametrize("name", ["Mul", "Add", "Pow", "Gelu", "Silu", "NativeLayerNorm"])
+def test_functions_of_the_users_own_by_the_same_names(name):
+    own = python_function(name)
+    assert max(steps(lambda h: own.apply(h.sigmoid()))) < 1e-2
+    assert max(steps(lambda h: h.sigmoid() * 2, lambda h: own.apply(h.sigmoid()))) < 1e-2
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lambda h: torch.ops.aten.add.Scalar(h.sigmoid(), 1),
+        lambda h: (h.sigmoid() * 1j).abs(),
+        lambda h: h.sigmoid() * torch.tensor(2, dtype=torch.float64),
+    ],
+)
+def test_odd_operations(odd):
+    assert max(steps(lambda h: h.sigmoid() * 2, odd)) < 1e-2
+    assert max(steps(odd)) < 1e-2
+
+
+def test_sites_are_the_same_in_calibration_and_in_steps_under_autocast():
+    torch.manual_seed(0)
+    model, x = Between(lambda h: h.float().tanh()), torch.randn(32, 48, 64)
+    daf, compressor = compressed(model, 1e3)
+    for _ in range(3):
+        with daf, torch.autocast("cpu", torch.bfloat16):
+            loss = model(x)
+        loss.backward()
+        daf.step()
+    sites = [site for site in compressor.tracker.sites.values() if site.nbytes]
+    assert all(site.probed is not None for site in sites)

@@ -319,6 +319,7 @@ class Watch:
     def exact(self):
         tensors = [p.elements for p in self._places() if hasattr(p, "elements")]
         tensors += [p.noise.state for p in self._places() if hasattr(p, "noise")]
+        tensors += [p.witnesses for p in self._physicals if p.witnesses is not None]
         copies = (tensor.untyped_storage() for tensor in tensors)
         return sum({storage.data_ptr(): storage.nbytes() for storage in copies}.values())
 
