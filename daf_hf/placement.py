@@ -112,7 +112,9 @@ class Placement:
 
     def _draw_again(self, flat: Tensor, site: SaveSite, keep: float) -> Physical | None:
         """Hold what the elements were drawn from; None where they were not."""
+        began = perf_counter()
         noise = self.draws.recognise(flat, keep)
+        self.ledger.kernel_seconds += perf_counter() - began
         if noise is None or self.refusal or not self._reserve(STATE_BYTES):
             return None
         site.placed = "drawn", None
