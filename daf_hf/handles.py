@@ -166,13 +166,22 @@ class Physical(ABC):
         saved: lease of the storage: while anything may refer to it, its address stays taken.
     """
 
-    __slots__ = ("__weakref__", "lease", "private", "saved", "site", "witnesses")
+    __slots__ = (
+        "__weakref__",
+        "lease",
+        "private",
+        "saved",
+        "site",
+        "witness_lease",
+        "witnesses",
+    )
 
     def __init__(self, site: SaveSite, lease: Lease | None = None, private: bool = False) -> None:
         self.site = site
         self.lease = lease
         self.private = private
         self.witnesses: Tensor | None = None
+        self.witness_lease: Lease | None = None
         self.saved: Any = None
 
     @abstractmethod

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import weakref
 from time import perf_counter
 
 import torch
@@ -82,6 +83,7 @@ class Placement:
         self.unplanned: set[SaveSite] = set()
         self.lock = threading.Lock()
         self.ends = DeferredEnds(self.lock)
+        self._witnessed: weakref.WeakSet[Physical] = weakref.WeakSet()
         self._spill = SpillFile()
         self._end_outside = self.ends.later(self.arena.release_outside)
         self._end_pages = self.ends.later(self.arena.remove)
@@ -204,9 +206,10 @@ class Placement:
             own, live = stored.demotion_score(), arena.cheapest_demotion()
             if own <= live:
                 lower = stored.lower()
-                if lower is None:
+                if lower is not None:
+                    stored.bits = lower
+                elif not self._drop_witnesses():
                     return False
-                stored.bits = lower
             else:
                 arena.demote_cheapest()
         return True
@@ -236,9 +239,10 @@ class Placement:
         while not self.arena.reserve_outside(nbytes):
             if self.settle():
                 continue
-            if math.isinf(self.arena.cheapest_demotion()):
+            if not math.isinf(self.arena.cheapest_demotion()):
+                self.arena.demote_cheapest()
+            elif not self._drop_witnesses():
                 return False
-            self.arena.demote_cheapest()
         return True
 
     def _overflow(self, flat: Tensor, site: SaveSite, needed: int) -> Physical:
@@ -298,9 +302,22 @@ class Placement:
 
     # Exact bytes -------------------------------------------------------------------------------
 
-    def reserve(self, nbytes: int) -> Lease | None:
-        """Count so many bytes, demoting live activations as far as it takes; None without room."""
-        return Lease(self._end_outside, nbytes) if self._reserve(nbytes) else None
+    def reserve_witnesses(self, physical: Physical, nbytes: int) -> bool:
+        """Count a tensor's witnesses; False without room. What finds none later may drop them."""
+        if self.refusal or not self._reserve(nbytes):
+            return False
+        physical.witness_lease = Lease(self._end_outside, nbytes)
+        self._witnessed.add(physical)
+        return True
+
+    def _drop_witnesses(self) -> bool:
+        """Make room at the expense of all witnesses; False where there are none."""
+        dropped = bool(self._witnessed)
+        for physical in list(self._witnessed):
+            physical.witnesses = physical.witness_lease = None
+        self._witnessed.clear()
+        self.ends.settle()
+        return dropped
 
     def hold_storage(self, cdata: int) -> Lease:
         """Count a storage that is kept as it is, once however many tensors keep it."""

@@ -268,11 +268,14 @@ class Compressor:
             return found
 
         expression = derivation(tensor, flat.numel(), resolve)
-        if expression is not None:
-            with suppress(LookupError):
-                if expression.agrees(flat, self._witnesses, self._places.of(flat.numel())):
-                    site.placed = "derived", None
-                    return Derived(site, expression, versions, tensor.dtype)
+        try:
+            if expression is not None and expression.agrees(
+                flat, self._witnesses, self._places.of(flat.numel())
+            ):
+                site.placed = "derived", None
+                return Derived(site, expression, versions, tensor.dtype)
+        except LookupError:  # no doubt: there was no room for the witnesses
+            return None
         site.derived, site.doubted = False, True
         self.unplanned.add(site)
         self.ledger.count("doubted")
@@ -280,10 +283,8 @@ class Compressor:
 
     def _take_witnesses(self, flat: Tensor, physical: Physical) -> None:
         """Note a few elements exactly, for what is derived from them; they count as held."""
-        lease = self.placement.reserve(WITNESSES * flat.element_size())
-        if lease is not None:
+        if self.placement.reserve_witnesses(physical, WITNESSES * flat.element_size()):
             physical.witnesses = flat[self._places.of(flat.numel())]
-            physical.saved = physical.saved, lease
 
     def _witnesses_of(self, source: Physical | Tensor) -> Tensor:
         """The exact witnesses of a source.
