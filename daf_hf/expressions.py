@@ -64,11 +64,14 @@ class Reader:
 class Expression(ABC):
     """How a tensor's elements follow from those of sources."""
 
-    numel: int
-
     @abstractmethod
     def operands(self) -> tuple[Expression, ...]:
         """What it is made of."""
+
+    @property
+    def numel(self) -> int:
+        """Its elements: as many as the first operand's."""
+        return self.operands()[0].numel
 
     def sources(self) -> Iterator[Any]:
         """What it is a function of."""
@@ -150,10 +153,6 @@ class Product(Expression):
     right: Expression
     scale: float = 1.0
 
-    @property
-    def numel(self) -> int:
-        return self.left.numel
-
     def operands(self) -> tuple[Expression, ...]:
         return self.left, self.right
 
@@ -177,10 +176,6 @@ class Scaled(Expression):
     number: float = 1.0
     rows: Source | None = None
     columns: Tensor | None = None
-
-    @property
-    def numel(self) -> int:
-        return self.x.numel
 
     def operands(self) -> tuple[Expression, ...]:
         return (self.x,) if self.rows is None else (self.x, self.rows)
@@ -209,10 +204,6 @@ class Sum(Expression):
     right: Expression
     scale: float = 1.0
 
-    @property
-    def numel(self) -> int:
-        return self.left.numel
-
     def operands(self) -> tuple[Expression, ...]:
         return self.left, self.right
 
@@ -229,10 +220,6 @@ class Shifted(Expression):
 
     x: Expression
     number: float = 0.0
-
-    @property
-    def numel(self) -> int:
-        return self.x.numel
 
     def operands(self) -> tuple[Expression, ...]:
         return (self.x,)
@@ -261,10 +248,6 @@ class Function(Expression):
     x: Expression
     apply: Callable[[Tensor], Tensor]
 
-    @property
-    def numel(self) -> int:
-        return self.x.numel
-
     def operands(self) -> tuple[Expression, ...]:
         return (self.x,)
 
@@ -285,10 +268,6 @@ class LayerNorm(Expression):
     weight: Tensor | None
     bias: Tensor | None
     size: int
-
-    @property
-    def numel(self) -> int:
-        return self.x.numel
 
     def operands(self) -> tuple[Expression, ...]:
         return self.x, self.mean, self.rstd
