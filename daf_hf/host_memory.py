@@ -70,7 +70,7 @@ def advise_huge_pages(block: Tensor) -> None:
     start = -(-block.data_ptr() // _PAGE) * _PAGE
     length = (block.data_ptr() + block.numel() - start) // _PAGE * _PAGE
     if length > 0:
-        ctypes.CDLL(None).madvise(
+        _process().madvise(
             ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(_MADV_HUGEPAGE)
         )
 
@@ -79,9 +79,15 @@ def allocator() -> str:
     """Whose malloc is in use: ``"glibc"``, or by what it is seen to be another's."""
     if platform.libc_ver()[0] != "glibc":
         return "not glibc"
-    process = ctypes.CDLL(None)
+    process = _process()
     other = next((name for name in _OTHER_ALLOCATORS if hasattr(process, name)), None)
     return f"another is loaded ({other})" if other else "glibc"
+
+
+@cache
+def _process() -> ctypes.CDLL:
+    """What this process has loaded."""
+    return ctypes.CDLL(None)
 
 
 @cache
@@ -92,4 +98,4 @@ def _glibc() -> ctypes.CDLL | None:
         level = logging.DEBUG if found == "not glibc" else logging.INFO
         logger.log(level, "daf_hf: allocator: %s; malloc is left alone", found)
         return None
-    return ctypes.CDLL(None)
+    return _process()

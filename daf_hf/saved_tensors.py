@@ -284,7 +284,7 @@ class Compressor:
     def _take_witnesses(self, flat: Tensor, physical: Physical) -> None:
         """Note a few elements exactly, for what is derived from them; they count as held."""
         if self.placement.reserve_witnesses(physical, WITNESSES * flat.element_size()):
-            physical.witnesses = flat[self._places.of(flat.numel())]
+            physical.witnesses = flat.index_select(0, self._places.of(flat.numel()))
 
     def _witnesses_of(self, source: Physical | Tensor) -> Tensor:
         """The exact witnesses of a source.
@@ -293,7 +293,7 @@ class Compressor:
             LookupError: it was stored before anything was known to follow from it.
         """
         if isinstance(source, Tensor):
-            return source[self._places.of(source.numel())]
+            return source.index_select(0, self._places.of(source.numel()))
         if source.witnesses is None:
             raise LookupError
         return source.witnesses.clone()

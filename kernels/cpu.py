@@ -26,7 +26,7 @@ from .format import MAX_BITS, Codebook, Layout, PageSpace
 ISA_VARIABLE = "DAF_HF_ISA"
 """Environment variable that forces an instruction set, one of ``ISAS``."""
 
-ISAS = ("avx512", "avx2", "neon", "baseline")
+ISAS = ("avx512vbmi", "avx512", "avx2", "neon", "baseline")
 """``baseline`` is SSE2 on x86-64; AArch64 has ``neon`` alone."""
 
 PARALLEL_BYTES = 1 << 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import platform
 
 import pytest
@@ -25,7 +24,7 @@ class Process:
 def process(monkeypatch):
     def make(*names, libc="glibc"):
         process = Process(*names)
-        monkeypatch.setattr(ctypes, "CDLL", lambda *_: process)
+        monkeypatch.setattr(host_memory, "_process", lambda: process)
         monkeypatch.setattr(platform, "libc_ver", lambda: (libc, "2.36"))
         host_memory._glibc.cache_clear()
         return process

@@ -54,8 +54,8 @@ typedef struct {
 
 DAF_EXPORT int daf_abi_version(void);
 
-// The instruction set in use: "avx512", "avx2" or "baseline" (SSE2) on x86-64, "neon" on AArch64,
-// "baseline" elsewhere.
+// The instruction set in use: "avx512vbmi", "avx512", "avx2" or "baseline" (SSE2) on x86-64, "neon"
+// on AArch64, "baseline" elsewhere.
 DAF_EXPORT const char* daf_isa(void);
 
 // The compiler that this was built with, and its version.

@@ -81,6 +81,30 @@ namespace avx512 {
 #pragma GCC pop_options
 #endif
 
+#if defined(__clang__)
+#pragma clang attribute push( \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,prefer-vector-width=512")
+#endif
+namespace daf {
+namespace avx512vbmi {
+#define DAF_WIDTH 16
+#define DAF_VBMI 1
+#define DAF_ISA_NAME "avx512vbmi"
+#include "codec.inc"
+#undef DAF_WIDTH
+#undef DAF_VBMI
+#undef DAF_ISA_NAME
+}  // namespace avx512vbmi
+}  // namespace daf
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
 #endif  // DAF_X86
 
 namespace daf {
@@ -93,6 +117,7 @@ int available(const Kernels** found) {
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    if (__builtin_cpu_supports("avx512vbmi")) found[count++] = &avx512vbmi::KERNELS;
     found[count++] = &avx512::KERNELS;
   }
   if (__builtin_cpu_supports("avx2")) found[count++] = &avx2::KERNELS;
@@ -102,7 +127,7 @@ int available(const Kernels** found) {
 }
 
 const Kernels* find(const char* name) {
-  const Kernels* found[3];
+  const Kernels* found[4];
   const int count = available(found);
   if (!name) return found[0];
   for (int i = 0; i < count; ++i) {
