@@ -27,7 +27,7 @@ from .gauge import Gauge
 from .importance import resolve_importance
 from .probing import Graph, ProbeTooLargeError, Survey
 from .saved_tensors import Compressor
-from .sites import DIM_CONSTANT, Batch, Probed, SaveSite, dimension_roles
+from .sites import DIM_CONSTANT, Batch, Live, Probed, SaveSite, dimension_roles
 
 PROBE_BITS = 2
 """Width at which importances are measured; it ranks sites at other widths too."""
@@ -221,6 +221,7 @@ class Calibration:
                 if not math.isfinite(weight):
                     raise CalibrationError("the probe's gradients are not finite")
                 weights += weight
+                self._find_live(graph)
                 for site in self._large_sites():
                     if site in graph.items:
                         weighted[site] = weighted.get(site, 0.0) + weight * self._value(site)
@@ -233,6 +234,20 @@ class Calibration:
             for site, total in at_zero.items():
                 old, error = site.error_at_zero, total / weights
                 site.error_at_zero = error if old is None else (old + error) / 2
+
+    def _find_live(self, graph: Graph) -> None:
+        """Of which tokens rows are stored; of each kind the last site watches over it."""
+        if not self.compressor.config.skip_padding:
+            return
+        last: dict[Live, SaveSite] = {}
+        for site, items in graph.items.items():
+            if site in self._nbytes:
+                graph.find_live(site, self._parameters)
+                site.watched = False
+                if items[0].differentiable:
+                    last[site.live] = site
+        for site in last.values():
+            site.watched = True
 
     def _value(self, site: SaveSite) -> float:
         """What the metric says of a site."""
@@ -278,7 +293,7 @@ class Calibration:
         total = energy = 0.0
         for item in self._graph.items[site]:
             item.restored, error = self._gauge.restore(item, self._codecs[site], self._bits)
-            weight = float(item.flat.float().square().sum())
+            weight = float(item.kept().float().square().sum())
             total += error * weight
             energy += weight
         return total / energy if energy > 0 else 0.0

@@ -73,6 +73,11 @@ class DAFConfig:
     recalibrate_every: int = _option(
         0, "Measure again each so many steps after that; 0: only when the set of sites changes."
     )
+    skip_padding: bool = _option(
+        True,
+        "Do not store the rows of tokens that no gradient reaches: padding, by the model's "
+        "attention_mask, and all but the first token in what a last layer computes for it alone.",
+    )
     include: tuple[str, ...] = _option(
         ("*",), "Patterns (fnmatch) of the modules whose saved tensors are compressed."
     )
@@ -90,6 +95,8 @@ class DAFConfig:
         put(self, "exclude", _patterns("exclude", self.exclude))
         if not self.include:
             raise ValueError("include=(): use at least one module pattern, or '*' for all")
+        if not isinstance(self.skip_padding, bool):
+            raise ValueError(f"skip_padding={self.skip_padding!r}: use True or False")
         _choice("allocator", self.allocator, ALLOCATORS)
         _choice("backend", self.backend, BACKENDS)
         _choice("packing", self.packing, PACKING)

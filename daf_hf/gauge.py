@@ -58,9 +58,10 @@ class _Sample:
     """
 
     def __init__(self, item: Item) -> None:
-        flat, self.cols = sample(item.flat, item.cols)
+        kept, cols = item.kept(), item.cols
+        flat, self.cols = sample(kept, cols)
         self.values = flat.float()
-        self._many = sample(item.flat, item.cols, STATISTICS_ELEMENTS)[0].float()
+        self._many = sample(kept, cols, STATISTICS_ELEMENTS)[0].float()
         self._known: dict[tuple[Any, ...], tuple[Tensor, Tensor] | None] = {}
 
     def statistics(self, codec: Codec, bits: int) -> tuple[Tensor, Tensor] | None:
@@ -115,20 +116,20 @@ class Gauge:
 
         The elements themselves, and 0, where the codec cannot represent them.
         """
-        flat = item.flat
+        flat = item.kept()
         layout = codec.layout(flat.numel(), item.cols, bits)
         pages = max(1, layout.pages(bits))
         memory = torch.empty(pages * PAGE_BYTES, dtype=torch.uint8, device=self._device)
         space = PageSpace(1 << (pages - 1).bit_length(), [memory], array("q", [memory.data_ptr()]))
         table = array("i", range(layout.pages(bits)))
         if not self._backend.encode(flat, layout, bits, table, space):
-            return flat, 0.0
+            return item.flat, 0.0
         restored = torch.empty_like(flat)
         self._backend.decode(restored, layout, bits, table, space)
         exact = in_terms(item.site, flat)
         error = float((in_terms(item.site, restored) - exact).square().sum())
         energy = float(exact.square().sum())
-        return restored, error / energy if energy > 0 else 0.0
+        return item.spread(restored), error / energy if energy > 0 else 0.0
 
 
 def _restored(part: _Sample, codec: Codec, bits: int, widths: tuple[int, ...]) -> Iterator[Tensor]:

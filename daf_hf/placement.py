@@ -25,6 +25,7 @@ from .kernels.format import MAX_BITS
 from .kernels.noise import STATE_BYTES, Stream, streams
 from .packing import Job, Packer, Packing, choose_packer
 from .refusal import BudgetError, Refusal
+from .rows import spread
 from .sites import SaveSite
 from .spill import SpillFile
 from .tensors import is_representable, may_be_two_valued
@@ -297,6 +298,21 @@ class Placement:
             began = perf_counter()
             out = self.workspace.empty(numel, dtype, self.device)
             stream.fill(out)
+            self.ledger.kernel_seconds += perf_counter() - began
+        return out
+
+    def spread(self, kept: Tensor, picked: Tensor) -> Tensor:
+        """A new flat tensor of zeros but for some rows.
+
+        Args:
+            kept: the elements of these, flat.
+            picked: ``bool [rows]`` on the CPU.
+        """
+        with self.lock:
+            began = perf_counter()
+            width = kept.numel() // int(picked.sum())
+            out = self.workspace.empty(len(picked) * width, kept.dtype, kept.device)
+            spread(kept, picked, out)
             self.ledger.kernel_seconds += perf_counter() - began
         return out
 

@@ -84,9 +84,9 @@ class Planner:
     def plan(self, key: Any, batch: Batch) -> Plan:
         """The plan for inputs of this signature and size."""
         self._count_forward()
-        plan = self._plans.get(key)
+        plan = self._plans.get((key, batch))
         if plan is None:
-            plan = self._plans[key] = self._make(key, batch)
+            plan = self._plans[key, batch] = self._make(key, batch)
             if len(self._plans) > _PLANS_KEPT:
                 self._plans.popitem(last=False)
         return plan
@@ -103,7 +103,7 @@ class Planner:
         if self._overlap == 1 and abs(missed) > 0.002 * limit:
             known = self._corrections.get(key, 0)
             self._corrections[key] = known + missed
-            self._plans.pop(key, None)
+            self._plans.pop((key, plan.batch), None)
 
     def _count_forward(self) -> None:
         """Several forward passes before one backward share the budget."""
@@ -138,7 +138,7 @@ class Planner:
 
     def _option(self, site: SaveSite, batch: Batch, codec: Any, bits: int) -> Option:
         assert site.probed is not None and site.importance is not None
-        numel, cols = site.probed.predict(batch)
+        numel, cols = site.probed.predict(batch, site.live)
         cols = cols if cols and numel % cols == 0 else 1
         pages = codec.layout(numel, cols, bits).pages(bits)
         costs = [site.importance * d for d in site.distortions[codec]]
@@ -148,7 +148,7 @@ class Planner:
 
     def _exact(self, site: SaveSite, batch: Batch) -> Option:
         assert site.probed is not None
-        numel, _ = site.probed.predict(batch)
+        numel, _ = site.probed.predict(batch, site.live)
         nbytes = numel * site.dtype.itemsize * site.probed.uses
         return Option(nbytes + _witness_bytes(site), 0.0, None, None)
 

@@ -22,8 +22,9 @@ from .expressions import Expression, Reader, Source
 from .gauge import Gauge, sample
 from .hook_stack import pop_hooks, push_hooks
 from .placement import COMPRESSIBLE, SMALLEST_BYTES
+from .rows import Rows, spread, take
 from .saved_tensors import Compressor
-from .sites import SaveSite
+from .sites import Live, SaveSite
 from .tensors import (
     columns,
     contiguous_stride,
@@ -32,7 +33,12 @@ from .tensors import (
     is_contiguous,
     is_ordinary,
     is_two_valued,
+    operation,
 )
+
+
+class _WrittenInPythonError(Exception):
+    """A node of the graph cannot be run by itself."""
 
 
 class ProbeTooLargeError(Exception):
@@ -46,7 +52,10 @@ class Item:
     Attributes:
         site: the save site that stored them first.
         flat: the elements, as they lie in memory.
-        shape, column: of the saved tensor; the dimension whose neighbours are adjacent (-1: none).
+        shape, stride, column: of the saved tensor; the dimension whose neighbours are adjacent
+            (-1: none).
+        differentiable: autograd tells the gradient of the saved tensor.
+        picked: ``bool [rows]``, which rows are read; None where all are.
         restored: what a perturbed backward pass reads instead.
         readers: the autograd nodes that read it.
         expression: how the elements follow from other items, if they do.
@@ -55,7 +64,10 @@ class Item:
     site: SaveSite
     flat: Tensor
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     column: int
+    differentiable: bool = False
+    picked: Tensor | None = None
     restored: Tensor | None = None
     readers: set[Any] = field(default_factory=set)
     expression: Expression | None = None
@@ -63,7 +75,17 @@ class Item:
     @property
     def cols(self) -> int:
         """Columns of the elements."""
-        return columns(self.shape, self.column, self.flat.numel())
+        return columns(self.shape, self.column, self.kept().numel())
+
+    def kept(self) -> Tensor:
+        """The elements that are stored, flat."""
+        return self.flat if self.picked is None else take(self.flat, self.picked)
+
+    def spread(self, kept: Tensor) -> Tensor:
+        """All elements, of those that are stored: zeros for the others."""
+        if self.picked is None:
+            return kept
+        return spread(kept, self.picked, torch.empty_like(self.flat))
 
     @property
     def operations(self) -> int:
@@ -93,8 +115,9 @@ class _Pass(ABC):
     Parameters, their low-precision copies and tensors that are not understood stay out of it.
     """
 
-    def __init__(self, compressor: Compressor) -> None:
+    def __init__(self, compressor: Compressor, inputs: Inputs) -> None:
         self.compressor = compressor
+        self.rows = Rows(inputs) if compressor.config.skip_padding else None
         self.nbytes = 0
         self._storages: dict[int, StorageWeakRef] = {}
         self._known: dict[tuple[Any, ...], Any] = {}
@@ -132,9 +155,24 @@ class _Pass(ABC):
             key, stride = (*key, shape, stride), tensor.stride()
             extent, column, _ = geometry(shape, stride)
         if key not in self._known:
-            item = Item(site, flatten(tensor, extent), tuple(shape), column)
+            item = Item(
+                site,
+                flatten(tensor, extent),
+                tuple(shape),
+                stride,
+                column,
+                original.requires_grad and original.is_contiguous(),
+            )
+            item.picked = self._picked(item, site.live)
             self._known[key] = self._first(item, tensor)
         return self._again(self._known[key], original)
+
+    def _picked(self, item: Item, live: Live) -> Tensor | None:
+        """Which rows of the elements are of tokens of this kind; None for all."""
+        probed = item.site.probed
+        if self.rows is None or probed is None or not item.flat.numel():
+            return None
+        return self.rows.of(live, item.shape, item.stride, probed.roles)
 
     @abstractmethod
     def _first(self, item: Item, tensor: Tensor) -> Any:
@@ -170,12 +208,13 @@ class Graph(_Pass):
         inputs: Inputs,
         limit_bytes: float,
     ) -> None:
-        super().__init__(compressor)
+        super().__init__(compressor, inputs)
         self.batch = batch_of(inputs)
         self.items: dict[SaveSite, list[Item]] = {}
         self._derived: list[Item] = []
         self._limit = limit_bytes
         self._reader: tuple[Any, str] | None = None
+        self._takes_first = False
         self._incoming: dict[Any, tuple[Tensor | None, ...]] = {}
         self._reference: list[Tensor | None] = []
         args, kwargs = inputs
@@ -235,6 +274,7 @@ class Graph(_Pass):
                 continue
             seen.add(node)
             waiting.extend(function for function, _ in node.next_functions)
+            self._takes_first |= _takes_first(node)
             for slot in _saved_slots(type(node)):
                 self._reader = node, f"{node.name()}.{slot.removeprefix('_saved_')}"
                 try:
@@ -288,45 +328,148 @@ class Graph(_Pass):
         gradients that flow through it, so only the change of what the readers give on has to be
         followed, and only below them.
         """
-        changes: dict[Any, Tensor] = {}
-        edges: dict[GradientEdge, Tensor] = {}
         items = self._derived_from(self.items[site])
-        for item in items:
-            if item.expression is not None:
-                item.restored = item.expression.evaluate(_READER).to(item.flat.dtype)
-        nodes = {node for item in items for node in item.readers if node in self._incoming}
-        if not all(callable(node) for node in nodes):  # nodes written in Python are not
+        self._evaluate(items)
+        try:
+            perturbed = self._passed_on(items)
+            with _as_saved(items):
+                exact = self._passed_on(items)
+        except _WrittenInPythonError:
             whole = _gradients([self.loss], parameters, None)
             return [
                 None if a is None or b is None else a - b
                 for a, b in zip(whole, self._reference, strict=True)
             ]
-        for node in nodes:
-            perturbed = _outgoing(node, self._incoming[node])
-            restored = [item.restored for item in items]
-            for item in items:
-                item.restored = None
-            exact = _outgoing(node, self._incoming[node])
-            for item, value in zip(items, restored, strict=True):
-                item.restored = value
-            for (function, index), a, b in zip(node.next_functions, perturbed, exact, strict=True):
-                if function is None or a is None or b is None or torch.equal(a, b):
-                    continue
-                # The engine reduces what a broadcast passes on, and casts it.
-                metadata = function._input_metadata[index]
-                delta = (a - b).sum_to_size(metadata.shape).to(metadata.dtype)
-                leaf = getattr(function, "variable", None)
-                target, key = (
-                    (edges, GradientEdge(function, index)) if leaf is None else (changes, leaf)
-                )
-                target[key] = target[key] + delta if key in target else delta
-        below: list[Tensor | None] = [None] * len(parameters)
-        if edges:
-            below = _gradients(list(edges), parameters, list(edges.values()))
+        return _below(_differences(perturbed, exact), parameters)
+
+    def _evaluate(self, items: Iterable[Item]) -> None:
+        """Read what is derived as what follows from what is read."""
+        for item in items:
+            if item.expression is not None:
+                item.restored = item.expression.evaluate(_READER).to(item.flat.dtype)
+
+    def _passed_on(self, items: Iterable[Item]) -> list[_PassedOn]:
+        """What the items' readers pass on.
+
+        Raises:
+            _WrittenInPythonError: a reader cannot be run by itself.
+        """
+        nodes = {node: None for i in items for node in i.readers if node in self._incoming}
+        if not all(callable(node) for node in nodes):
+            raise _WrittenInPythonError
         return [
-            _sum(gradient, changes.get(parameter))
-            for gradient, parameter in zip(below, parameters, strict=True)
+            (function, index, gradient)
+            for node in nodes
+            for (function, index), gradient in zip(
+                node.next_functions, _outgoing(node, self._incoming[node]), strict=True
+            )
         ]
+
+    # Rows --------------------------------------------------------------------------------------
+
+    def find_live(self, site: SaveSite, parameters: list[nn.Parameter]) -> None:
+        """Learn of which tokens the site's rows are read; after :meth:`gradients`.
+
+        Of a kind alone, if nothing changes when all other tokens' rows are zero, and something
+        does when its own are: otherwise nothing at all may have been read.
+        """
+        for live in (Live.UNPADDED, Live.FIRST) if self._takes_first else (Live.UNPADDED,):
+            if live in site.alive:
+                continue
+            others = self._reads(site, live, True, parameters)
+            if others:
+                site.alive.add(live)
+                site.live = Live.ALL if site.live is live else site.live
+            elif others is False and self._reads(site, live, False, parameters):
+                site.live = live
+        for item in self.items[site]:
+            item.picked = self._picked(item, site.live)
+
+    def _reads(
+        self, site: SaveSite, live: Live, others: bool, parameters: list[nn.Parameter]
+    ) -> bool | None:
+        """Whether anything is read of the rows of these tokens, or of all others.
+
+        None where there are none, or where that cannot be told.
+        """
+        items = self._derived_from(self.items[site])
+        zeroed = []
+        for item in self.items[site]:
+            picked = self._picked(item, live)
+            if picked is None or not bool(picked.any()):
+                return None
+            kept = picked if others else ~picked
+            zeroed.append(spread(take(item.flat, kept), kept, torch.empty_like(item.flat)))
+        found = []
+        try:
+            for values in (zeroed, [item.flat for item in self.items[site]]):
+                for item, value in zip(self.items[site], values, strict=True):
+                    item.restored = value
+                self._evaluate(items)  # in both, as that may round
+                found.append(self._passed_on(items))
+        except _WrittenInPythonError:
+            return None
+        finally:
+            self.restore(site)
+        differences = _differences(*found)
+        if not differences or not others:
+            return bool(differences)
+        # A row of values at a key that is masked reaches the gradient of its weight, but no
+        # further: the weight is zero.
+        return any(d is not None and bool(d.any()) for d in _below(differences, parameters))
+
+
+_PassedOn = tuple[Any, int, "Tensor | None"]
+"""To which node, as the gradient of which of its outputs, and what."""
+
+
+@contextmanager
+def _as_saved(items: Iterable[Item]) -> Iterator[None]:
+    """Inside, the items are read as they are."""
+    restored = [(item, item.restored) for item in items]
+    for item, _ in restored:
+        item.restored = None
+    try:
+        yield
+    finally:
+        for item, value in restored:
+            item.restored = value
+
+
+def _differences(a: list[_PassedOn], b: list[_PassedOn]) -> list[tuple[Any, int, Tensor]]:
+    """What is passed on otherwise, and by how much."""
+    return [
+        (function, index, x - y)
+        for (function, index, x), (_, _, y) in zip(a, b, strict=True)
+        if not (function is None or x is None or y is None or torch.equal(x, y))
+    ]
+
+
+def _below(
+    differences: list[tuple[Any, int, Tensor]], parameters: list[nn.Parameter]
+) -> list[Tensor | None]:
+    """What such differences change of the parameters' gradients."""
+    changes: dict[Any, Tensor] = {}
+    edges: dict[GradientEdge, Tensor] = {}
+    for function, index, difference in differences:
+        # The engine reduces what a broadcast passes on, and casts it.
+        metadata = function._input_metadata[index]
+        delta = difference.sum_to_size(metadata.shape).to(metadata.dtype)
+        leaf = getattr(function, "variable", None)
+        target, key = (edges, GradientEdge(function, index)) if leaf is None else (changes, leaf)
+        target[key] = target[key] + delta if key in target else delta
+    below: list[Tensor | None] = [None] * len(parameters)
+    if edges:
+        below = _gradients(list(edges), parameters, list(edges.values()))
+    return [
+        _sum(gradient, changes.get(parameter))
+        for gradient, parameter in zip(below, parameters, strict=True)
+    ]
+
+
+def _takes_first(node: Any) -> bool:
+    """Whether a node takes the first of each example's tokens."""
+    return operation(node.name()) == "Select" and node._saved_dim == 1 and node._saved_index == 0
 
 
 def _source_of(packed: Any) -> Source | None:
@@ -412,7 +555,7 @@ class Survey(_Pass):
         inputs: Inputs,
         gauge: Gauge,
     ) -> None:
-        super().__init__(compressor)
+        super().__init__(compressor, inputs)
         self.findings: dict[SaveSite, Finding] = {}
         self._gauge = gauge
         args, kwargs = inputs
@@ -437,7 +580,7 @@ class Survey(_Pass):
 
     def _find(self, item: Item) -> Finding:
         flat = item.flat
-        values = sample(flat, item.cols)[0].float()
+        values = sample(item.kept(), item.cols)[0].float()
         empty = not flat.numel()
         finding = Finding(
             item.shape,

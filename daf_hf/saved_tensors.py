@@ -38,7 +38,8 @@ from .hook_stack import pop_hooks, push_hooks, top_hooks
 from .packing import Packing
 from .placement import Placement
 from .refusal import Refusal
-from .sites import SaveSite, SiteTracker
+from .rows import LiveRows, Pick, Rows, Watch, take
+from .sites import Live, SaveSite, SiteTracker
 from .tensors import columns, contiguous_stride, flatten, geometry, is_ordinary, source_of_copy
 
 
@@ -52,6 +53,7 @@ class Compressor:
     Attributes:
         tracker: names save sites.
         placement: puts elements where they belong.
+        rows: the tokens of the forward pass that goes on; None where all rows are stored.
         arena, workspace, ledger, draws, backend, lock, unplanned: the placement's.
     """
 
@@ -72,6 +74,7 @@ class Compressor:
         self._local = threading.local()
         self._parameters: frozenset[int] = frozenset()
         self._physicals: dict[tuple[Any, ...], weakref.ref[Physical]] = {}
+        self.rows: Rows | None = None
         self._places = Places()
         self._witnesses = Reader(self._witnesses_of)
         self._end_save = placement.ends.later(self.ledger.unsave)
@@ -230,7 +233,7 @@ class Compressor:
             key = (*key, shape, stride)
         reference = self._physicals.get(key)
         physical = reference() if reference is not None else None
-        if physical is None or (physical.private and physical.site is not site):
+        if physical is None or not _serves(physical, site):
             source = tensor if whole else tensor.detach().contiguous()
             if not whole:
                 extent, column, _ = geometry(shape, source.stride())
@@ -238,6 +241,8 @@ class Compressor:
             physical = None
             if site.derived and whole and self.placement.wants_pages(flat, site):
                 physical = self._derive(flat, tensor, site)
+            if physical is None:
+                physical = self._store_rows(flat, source, tensor, site, cdata)
             if physical is None:
                 cols = columns(shape, column, extent)
                 physical = self.placement.place(flat, cols, site, cdata, whole)
@@ -281,6 +286,25 @@ class Compressor:
         self.ledger.count("doubted")
         return None
 
+    def _store_rows(
+        self, flat: Tensor, source: Tensor, tensor: Tensor, site: SaveSite, cdata: int
+    ) -> Physical | None:
+        """Store those rows alone that are read; None where that is not known, or all are."""
+        rows, probed = self.rows, site.probed
+        if site.live is Live.ALL or rows is None or probed is None or not flat.numel():
+            return None
+        shape, stride = tuple(source.shape), source.stride()
+        picked = rows.of(site.live, shape, stride, probed.roles)
+        if picked is None or not bool(picked.any()):
+            return None
+        kept = take(flat, picked)
+        cols = columns(shape, geometry(shape, stride)[1], kept.numel())
+        physical = self.placement.place(kept, cols, site, cdata, whole=False)
+        pick = Pick(rows, site.live, shape, stride, probed.roles)
+        if site.watched and tensor.requires_grad and tensor.is_contiguous():
+            tensor.register_hook(Watch(site, pick))
+        return LiveRows(site, physical, pick, self.placement.spread)
+
     def _take_witnesses(self, flat: Tensor, physical: Physical) -> None:
         """Note a few elements exactly, for what is derived from them; they count as held."""
         if self.placement.reserve_witnesses(physical, WITNESSES * flat.element_size()):
@@ -310,3 +334,12 @@ class Compressor:
     def recast_of(self, tensor: Tensor) -> Tensor | None:
         """The parameter of the current module of which ``tensor`` is a low-precision copy."""
         return source_of_copy(tensor, self.tracker.current_module()._parameters.values())
+
+
+def _serves(physical: Physical, site: SaveSite) -> bool:
+    """Whether elements that were stored for another site will do for this one."""
+    if physical.site is site:
+        return True
+    # A site of no elements of its own was seen in calibration to read the other's.
+    alike = physical.site.live is site.live or (site.known and site.probed is None)
+    return not physical.private and (alike or not isinstance(physical, LiveRows))

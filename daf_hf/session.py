@@ -20,11 +20,12 @@ from torch import nn
 
 from .accounting import MemoryReport, ResidentPeak, SiteReport
 from .arena import PAGE_COST
-from .batches import Inputs, batch_of, signature
+from .batches import Inputs, signature
 from .calibration import Calibration, CalibrationError, NothingToMeasureError
 from .config import DAFConfig
 from .host_memory import short_lived_blocks, trim_heap, tune_malloc
 from .planning import Plan, Planner
+from .rows import Rows
 from .saved_tensors import Compressor
 
 logger = logging.getLogger("daf_hf")
@@ -141,8 +142,10 @@ class Session:
             self._learn_from_last_pass()
             if self._calibration_due():
                 self._calibrate(original, inputs)
+            rows = Rows(inputs)
+            compressor.rows = rows if self.config.skip_padding else None
             current.key = signature(inputs)
-            current.plan = self.planner.plan(current.key, batch_of(inputs))
+            current.plan = self.planner.plan(current.key, rows.batch)
             self.planner.apply(current.plan)
             arena = compressor.arena
             current.held, current.demoted = arena.held_bytes, arena.demoted_pages
@@ -217,7 +220,7 @@ class Session:
         finally:
             self.compressor.unplanned.clear()
         self._calibrated_at = self.step
-        self.planner.learn_candidates(batch_of(inputs))
+        self.planner.learn_candidates(Rows(inputs).batch)
 
     # Steps and budget --------------------------------------------------------------------------
 

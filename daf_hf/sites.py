@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from fnmatch import fnmatchcase
 from types import FrameType
 from typing import Any
@@ -49,6 +50,14 @@ _OURS = f"{__package__}."
 DIM_CONSTANT, DIM_BATCH, DIM_TOKENS, DIM_BOTH = range(4)
 
 
+class Live(Enum):
+    """Tokens whose rows are read in backward; see :mod:`daf_hf.rows`."""
+
+    ALL = "all"
+    UNPADDED = "unpadded"
+    FIRST = "first"
+
+
 @dataclass(eq=False)
 class SaveSite:
     """A save site and what is known of it.
@@ -73,6 +82,9 @@ class SaveSite:
         derived: calibration found it to be a function of other saved tensors: not stored.
         feeds: others are functions of it.
         doubted: a step could not confirm that; it is stored from then on.
+        live: of which tokens the rows are stored.
+        alive: kinds of tokens that calibration found not to be all that is read.
+        watched: the gradient's rows that ``live`` takes for zero are looked at in each step.
         known: it was there at the last calibration.
         option: what the current plan chose; None for sites that need no choice.
         placed: codec and bits with which the last tensor was stored; or a word for how it was
@@ -96,6 +108,9 @@ class SaveSite:
     derived: bool = False
     feeds: bool = False
     doubted: bool = False
+    live: Live = Live.ALL
+    alive: set[Live] = field(default_factory=set)
+    watched: bool = False
     known: bool = False
     option: Option | None = None
     placed: tuple[Codec, int] | tuple[str, None] = ("exact", None)
@@ -108,10 +123,23 @@ class SaveSite:
 
 @dataclass(frozen=True)
 class Batch:
-    """Size of a batch: examples, and tokens an example (1 where there are none)."""
+    """Size of a batch: examples, and tokens an example (1 where there are none).
+
+    Attributes:
+        unpadded: tokens of all examples that are not padding; None where all are not.
+    """
 
     examples: int
     tokens: int = 1
+    unpadded: int | None = None
+
+    def kept(self, live: Live) -> int:
+        """Tokens of a kind, in all examples together."""
+        if live is Live.FIRST:
+            return self.examples
+        if live is Live.UNPADDED and self.unpadded is not None:
+            return self.unpadded
+        return self.examples * self.tokens
 
 
 @dataclass(frozen=True)
@@ -137,12 +165,13 @@ class Probed:
     mean_square: float
     mean_magnitude: float
 
-    def predict(self, batch: Batch) -> tuple[int, int]:
-        """Elements and columns to expect for another batch."""
+    def predict(self, batch: Batch, live: Live = Live.ALL) -> tuple[int, int]:
+        """Elements, of tokens of this kind, and columns to expect for another batch."""
         examples = batch.examples / self.batch.examples
         tokens = batch.tokens / self.batch.tokens
         factors = [(1.0, examples, tokens, examples * tokens)[role] for role in self.roles]
         numel = round(self.numel * math.prod(factors))
+        numel = numel * batch.kept(live) // (batch.examples * batch.tokens)
         if self.column < 0:
             return numel, 1
         return numel, round(self.shape[self.column] * factors[self.column])

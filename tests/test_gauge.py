@@ -21,7 +21,7 @@ def gauge():
 
 def item(x, consumer="MmBackward0.self"):
     site = SaveSite("a/0", "a", consumers={consumer}, shape=tuple(x.shape))
-    return Item(site, x.flatten(), tuple(x.shape), x.ndim - 1)
+    return Item(site, x.flatten(), tuple(x.shape), x.stride(), x.ndim - 1)
 
 
 def noise(rows, cols):
