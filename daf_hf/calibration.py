@@ -236,18 +236,20 @@ class Calibration:
                 site.error_at_zero = error if old is None else (old + error) / 2
 
     def _find_live(self, graph: Graph) -> None:
-        """Of which tokens rows are stored; of each kind the last site watches over it."""
+        """Of which tokens rows are stored. One site is watched in every step."""
         if not self.compressor.config.skip_padding:
             return
-        last: dict[Live, SaveSite] = {}
-        for site, items in graph.items.items():
+        for site in graph.items:
             if site in self._nbytes:
                 graph.find_live(site, self._parameters)
-                site.watched = False
-                if items[0].differentiable:
-                    last[site.live] = site
-        for site in last.values():
-            site.watched = True
+        sites = [site for site in graph.items if site.live is not Live.ALL]
+        if any(graph.items[site][0].picked is not None for site in sites):
+            watched = graph.find_watch()
+            for site in sites:
+                site.watched = site is watched
+                if watched is None:  # nobody would notice if it did not hold for a batch
+                    site.alive.add(site.live)
+                    site.live = Live.ALL
 
     def _value(self, site: SaveSite) -> float:
         """What the metric says of a site."""

@@ -320,11 +320,17 @@ class Placement:
 
     def reserve_witnesses(self, physical: Physical, nbytes: int) -> bool:
         """Count a tensor's witnesses; False without room. What finds none later may drop them."""
-        if self.refusal or not self._reserve(nbytes):
+        physical.witness_lease = self.reserve(nbytes)
+        if physical.witness_lease is None:
             return False
-        physical.witness_lease = Lease(self._end_outside, nbytes)
         self._witnessed.add(physical)
         return True
+
+    def reserve(self, nbytes: int) -> Lease | None:
+        """Count bytes that are held beside the elements; None without room."""
+        if self.refusal or not self._reserve(nbytes):
+            return None
+        return Lease(self._end_outside, nbytes)
 
     def _drop_witnesses(self) -> bool:
         """Make room at the expense of all witnesses; False where there are none."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,6 +36,9 @@ from .tensors import (
     operation,
 )
 
+WATCHES_TRIED = 4
+"""Sites whose gradients are looked at, for one that can be watched."""
+
 
 class _WrittenInPythonError(Exception):
     """A node of the graph cannot be run by itself."""
@@ -54,7 +57,8 @@ class Item:
         flat: the elements, as they lie in memory.
         shape, stride, column: of the saved tensor; the dimension whose neighbours are adjacent
             (-1: none).
-        differentiable: autograd tells the gradient of the saved tensor.
+        edge: where the gradient of the saved tensor arrives; None where there is none, or the
+            tensor does not lie row by row.
         picked: ``bool [rows]``, which rows are read; None where all are.
         restored: what a perturbed backward pass reads instead.
         readers: the autograd nodes that read it.
@@ -66,7 +70,7 @@ class Item:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     column: int
-    differentiable: bool = False
+    edge: GradientEdge | None = None
     picked: Tensor | None = None
     restored: Tensor | None = None
     readers: set[Any] = field(default_factory=set)
@@ -161,8 +165,9 @@ class _Pass(ABC):
                 tuple(shape),
                 stride,
                 column,
-                original.requires_grad and original.is_contiguous(),
             )
+            if original.grad_fn is not None and original.is_contiguous():
+                item.edge = GradientEdge(original.grad_fn, original.output_nr)
             item.picked = self._picked(item, site.live)
             self._known[key] = self._first(item, tensor)
         return self._again(self._known[key], original)
@@ -297,7 +302,7 @@ class Graph(_Pass):
         for items in self.items.values():
             for item in items:
                 item.readers.clear()
-                item.expression = None
+                item.expression = item.edge = None
         self._derived.clear()
         self.items.clear()
         self._known.clear()
@@ -384,6 +389,34 @@ class Graph(_Pass):
                 site.live = live
         for item in self.items[site]:
             item.picked = self._picked(item, site.live)
+
+    def find_watch(self) -> SaveSite | None:
+        """The last site whose own gradient is zero in all rows but those that are stored.
+
+        It must be so whatever is restored above: a quantized softmax gives masked keys a weight,
+        and with it a gradient, which means nothing.
+        """
+        latest = [
+            site
+            for site, items in reversed(self.items.items())
+            if items[0].edge is not None and items[0].picked is not None
+        ][:WATCHES_TRIED]
+        if not latest:
+            return None
+        everything = [item for items in self.items.values() for item in items]
+        for item in everything:
+            if item.flat.dtype.is_floating_point and item.flat.numel():
+                item.restored = torch.full_like(item.flat, float(item.flat.float().mean()))
+        gradients = _gradients([self.loss], [self.items[s][0].edge for s in latest], None)
+        for item in everything:
+            item.restored = None
+        for site, gradient in zip(latest, gradients, strict=True):
+            picked = self.items[site][0].picked
+            if gradient is not None and picked is not None and bool(gradient.any()):
+                rows = gradient.reshape(len(picked), -1)
+                if not bool(rows[(~picked).to(rows.device)].any()):
+                    return site
+        return None
 
     def _reads(
         self, site: SaveSite, live: Live, others: bool, parameters: list[nn.Parameter]
@@ -487,7 +520,7 @@ _READER = Reader(lambda source: source.clone() if isinstance(source, Tensor) els
 
 def _gradients(
     outputs: Any,
-    parameters: list[nn.Parameter],
+    parameters: Sequence[Any],
     incoming: list[Tensor] | None,
 ) -> list[Tensor | None]:
     return list(

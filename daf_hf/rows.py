@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .batches import Inputs, batch_of
-from .handles import Physical
+from .handles import Lease, Physical
 from .sites import DIM_BATCH, DIM_BOTH, DIM_TOKENS, Batch, Live, SaveSite
 
 MASK_INPUT = "attention_mask"
@@ -34,12 +34,14 @@ class Rows:
     Attributes:
         masks: for each kind ``bool [examples, tokens]``; a kind that leaves nothing out is not
             there.
+        lease: of their bytes, once something is restored by them.
     """
 
     def __init__(self, inputs: Inputs) -> None:
         batch = batch_of(inputs)
         self.examples, self.tokens = batch.examples, batch.tokens
         self.masks: dict[Live, Tensor] = {}
+        self.lease: Lease | None = None
         if batch.tokens < 2:
             return
         mask = _padding(inputs, (batch.examples, batch.tokens))
@@ -48,6 +50,11 @@ class Rows:
         first = torch.zeros(batch.examples, batch.tokens, dtype=torch.bool)
         first[:, 0] = True
         self.masks[Live.FIRST] = first
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the masks."""
+        return sum(mask.nbytes for mask in self.masks.values())
 
     @property
     def batch(self) -> Batch:

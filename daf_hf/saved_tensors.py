@@ -297,6 +297,10 @@ class Compressor:
         picked = rows.of(site.live, shape, stride, probed.roles)
         if picked is None or not bool(picked.any()):
             return None
+        if rows.lease is None:
+            rows.lease = self.placement.reserve(rows.nbytes)
+        if rows.lease is None:
+            return None
         kept = take(flat, picked)
         cols = columns(shape, geometry(shape, stride)[1], kept.numel())
         physical = self.placement.place(kept, cols, site, cdata, whole=False)

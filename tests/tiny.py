@@ -29,6 +29,7 @@ from daf_hf.kernels import reference
 from daf_hf.kernels.format import PAGE_BYTES, PageSpace
 from daf_hf.loops import compress_activations
 from daf_hf.packing import Packing
+from daf_hf.rows import LiveRows
 
 VOCABULARY = 120
 HIDDEN = 64
@@ -288,6 +289,8 @@ class Watch:
             physical = getattr(handle, "physical", None)
             if physical is not None:
                 self._physicals.add(physical)
+                if isinstance(physical, LiveRows):
+                    self._physicals.add(physical.kept)
                 self.sites.add(physical.site)
             self.peak = max(self.peak, self.held())
             self.footprint_peak = max(self.footprint_peak, self.footprint())
@@ -319,6 +322,8 @@ class Watch:
     def exact(self):
         tensors = [p.elements for p in self._places() if hasattr(p, "elements")]
         tensors += [p.noise.state for p in self._places() if hasattr(p, "noise")]
+        rows = [p.pick.rows for p in self._physicals if isinstance(p, LiveRows)]
+        tensors += [mask for each in rows for mask in each.masks.values()]
         tensors += [p.witnesses for p in self._physicals if p.witnesses is not None]
         copies = (tensor.untyped_storage() for tensor in tensors)
         return sum({storage.data_ptr(): storage.nbytes() for storage in copies}.values())
