@@ -166,6 +166,7 @@ class Session:
             BudgetError: when even the fewest bits exceed the budget.
         """
         current.scope.close()
+        self.compressor.rows = None
         error = self.compressor.placement.take_refusal()
         if not completed or current.key is None:
             return
