@@ -143,8 +143,12 @@ def build_rows(runs: Sequence[Finished]) -> list[Row]:
 
 
 def _plain_bytes(runs: Iterable[Finished]) -> dict[int, int]:
-    """Bytes that plain training holds, by seed: every other run of the same steps counts them."""
-    return {run.seed: run.report["plain_bytes"] for run in runs if run.report is not None}
+    """Bytes that plain training holds, by seed: the first run that counts them tells."""
+    found: dict[int, int] = {}
+    for run in runs:
+        if run.report is not None:
+            found.setdefault(run.seed, run.report["plain_bytes"])
+    return found
 
 
 def _row(runs: Sequence[Finished], plain: dict[int, Finished], plain_bytes: dict[int, int]) -> Row:
