@@ -38,7 +38,7 @@ from accuracy_report import (
     read_json,
     read_results,
     read_runs,
-    terminal_table,
+    terminal_tables,
     to_json,
 )
 from accuracy_settings import EXACT, PLAIN, SCORES, Setting
@@ -218,7 +218,8 @@ def report(out: Path) -> int:
     rows = build_rows(runs)
     to_json(rows, out / "accuracy.json")
     (out / "accuracy.md").write_text(markdown(rows, unfinished), encoding="utf-8")
-    console.print(terminal_table(rows))
+    for table in terminal_tables(rows):
+        console.print(table)
     for name in unfinished:
         console.print(f"Not finished: {name}", soft_wrap=True)
     pictures = [plot_accuracy(rows, out / "accuracy.png")]

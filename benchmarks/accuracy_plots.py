@@ -46,7 +46,8 @@ def plot_accuracy(rows: Sequence[Row], path: Path) -> Path:
     }
     ordered = [name for name in POLICIES if name in labels]
     figure.legend(
-        [labels[name] for name in ordered], ordered, loc="outside lower center", ncols=8,
+        [labels[name] for name in ordered], ordered, loc="outside lower center",
+        ncols=3 * columns,
         frameon=False,
     )  # fmt: skip
     figure.savefig(path, dpi=150)
@@ -74,6 +75,7 @@ def draw_task(axes: Axes, rows: Sequence[Row]) -> None:
             label=policy,
         )
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("MB held for backward")
     axes.set_ylabel(f"{rows[0].metric} x 100" if rows else "")
     axes.set_title(rows[0].task if rows else "", loc="left", fontsize=11)

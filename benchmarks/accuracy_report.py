@@ -12,6 +12,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from accuracy_settings import PLAIN, SCORES, Setting
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 PEAK = "train_peak_rss_above_model_bytes"
@@ -239,15 +240,27 @@ def _line(texts: Iterable[str]) -> str:
     return f"| {' | '.join(texts)} |"
 
 
-def terminal_table(rows: Sequence[Row]) -> Table:
-    """The table for a terminal."""
-    table = Table(title="Accuracy", title_justify="left")
-    for index, name in enumerate(COLUMNS):
-        table.add_column(name, justify="left" if index < 3 else "right", overflow="fold")
-    for index, row in enumerate(rows):
-        last = index + 1 == len(rows) or rows[index + 1].task != row.task
-        table.add_row(*cells(row), end_section=last)
-    return table
+def terminal_tables(rows: Sequence[Row]) -> list[Table]:
+    """A table a task, narrow enough for a terminal."""
+    tables: dict[str, Table] = {}
+    for row in rows:
+        _, setting, metric, score, sd, _, difference, difference_sd, *rest = cells(row)
+        if row.task not in tables:
+            title = f"{row.task}: {metric} x 100"
+            table = tables[row.task] = Table(
+                title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+            )
+            table.add_column("setting", no_wrap=True)
+            for name in ("score", "against plain", "ratio", "held", "RSS", "s", "error", "bits"):
+                table.add_column(name, justify="right")
+        tables[row.task].add_row(
+            setting, _plus_minus(score, sd), _plus_minus(difference, difference_sd), *rest
+        )
+    return list(tables.values())
+
+
+def _plus_minus(value: str, deviation: str) -> str:
+    return value if deviation == "-" else f"{value} ± {deviation}"
 
 
 def to_json(rows: Sequence[Row], path: Path) -> None:
