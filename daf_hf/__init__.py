@@ -8,6 +8,8 @@ Entry points:
 
 ``DAFConfig`` holds the options, ``MemoryReport`` what came of them; ``register_importance`` adds an
 importance metric, and ``BudgetError`` is raised for a budget that cannot be met.
+``codebook_from_samples`` and ``codebook_from_levels`` make a codebook of your own, and
+``register_codebook`` gives it a name.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
 from .accounting import MemoryReport
+from .codecs import codebook_from_levels, register_codebook
 from .config import DAFConfig
+from .fitting import codebook_from_samples
 from .importance import register_importance
 from .loops import compress_activations
 from .refusal import BudgetError
@@ -31,7 +35,10 @@ __all__ = [
     "MemoryReport",
     "__version__",
     "attach",
+    "codebook_from_levels",
+    "codebook_from_samples",
     "compress_activations",
+    "register_codebook",
     "register_importance",
 ]
 

@@ -8,12 +8,15 @@ distribution that the codebook is made for.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 
+from .codebook_check import check_codebook
 from .kernels.format import MAX_BITS, Codebook, Granularity, Layout, Statistics, wide_statistics
 
 _CELLS = 4096
@@ -134,7 +137,120 @@ def binary() -> Codebook:
     return Codebook("binary", Statistics.PAIR, 0.0, 0.0, 2, None, tables)
 
 
-_CODEBOOKS = {"uniform": uniform, "normal": normal, "root": root, "gelu": gelu, "binary": binary}
+_CODEBOOKS: dict[str, Any] = {
+    "uniform": uniform,
+    "normal": normal,
+    "root": root,
+    "gelu": gelu,
+    "binary": binary,
+}
+"""Cached functions without arguments."""
+
+BUILT_IN = frozenset(_CODEBOOKS)
+
+
+def register_codebook(name: str) -> Callable[[Callable[[], Codebook]], Callable[[], Codebook]]:
+    """Register what makes a codebook, for codecs such as ``"group+name"``.
+
+    It is called at once, and what it returns is checked.
+
+    Example:
+        >>> @register_codebook("laplace")
+        ... def laplace():
+        ...     samples = np.random.default_rng(0).laplace(size=1_000_000)
+        ...     return codebook_from_samples("laplace", samples)
+
+    Raises:
+        ValueError: when the name is taken by another codebook, or this one cannot serve.
+    """
+
+    def register(make: Callable[[], Codebook]) -> Callable[[], Codebook]:
+        known = _CODEBOOKS.get(name)
+        if known is not None and known.__wrapped__ is not make:
+            raise ValueError(f"codebook {name!r} is registered already: use another name")
+        made = cache(make)
+        book = made()
+        if not isinstance(book, Codebook):
+            raise ValueError(
+                f"codebook {name!r}: {make!r} must return a Codebook, not {type(book).__name__}"
+            )
+        check_codebook(replace(book, name=name))
+        _CODEBOOKS[name] = made
+        return make
+
+    return register
+
+
+def codebook_from_levels(
+    name: str, levels: Any, statistics: str | Statistics = "moments"
+) -> Codebook:
+    """A codebook whose codes are the nearest of the given levels.
+
+    A shorter code stands for the levels that begin with it, and is restored as their mean; codes
+    longer than the levels need add nothing.
+
+    Args:
+        name: what it is called in reports.
+        levels: 2 to 256 distinct values in any order, normalised: in standard deviations from the
+            mean (``"moments"``), as the share of the range (``"range"``: 0 to 1), or as they are
+            (``"none"``).
+        statistics: what a unit is normalised by: ``"moments"``, ``"range"`` or ``"none"``.
+
+    Raises:
+        ValueError: for levels or statistics that cannot serve.
+    """
+    kind = statistics_of(statistics)
+    values = np.unique(np.asarray(levels, dtype=np.float64))
+    if not 2 <= len(values) <= 1 << MAX_BITS or not np.isfinite(values).all():
+        raise ValueError(f"codebook {name!r}: use 2 to 256 distinct finite levels")
+    low, high = values[0], values[-1]
+    density = _CELLS / (high - low)
+    centres = low + (np.arange(_CELLS) + 0.5) / density
+    nearest = np.searchsorted((values[1:] + values[:-1]) / 2, centres)
+    # The most significant bits are those that choose among few levels.
+    depth = (len(values) - 1).bit_length()
+    codes = nearest << (MAX_BITS - depth)
+    code_of_level = np.arange(len(values)) << (MAX_BITS - depth)
+
+    def mean(first: int, last: int) -> float:
+        # Without a level of its own: the nearest below; it is never written.
+        end = max(1, int(np.searchsorted(code_of_level, last, "right")))
+        start = min(int(np.searchsorted(code_of_level, first)), end - 1)
+        return float(values[start:end].mean())
+
+    lut = torch.from_numpy(codes.astype(np.uint8))
+    book = Codebook(name, kind, float(low), float(density), _CELLS, lut, _tables(mean))
+    check_codebook(book)
+    return book
+
+
+def statistics_of(statistics: str | Statistics) -> Statistics:
+    """The statistics that a user names.
+
+    Raises:
+        ValueError: naming what is allowed.
+    """
+    names = {"moments": Statistics.MOMENTS, "range": Statistics.RANGE, "none": Statistics.NONE}
+    found = names.get(statistics, statistics) if isinstance(statistics, str) else statistics
+    if found not in names.values():
+        raise ValueError(f"statistics={statistics!r}: use one of {list(names)}")
+    return Statistics(found)
+
+
+def named(name: str) -> Codebook:
+    """The codebook that is called so.
+
+    Raises:
+        ValueError: there is none, naming those there are.
+    """
+    if name not in _CODEBOOKS:
+        raise ValueError(f"there is no codebook {name!r}: use one of {codebook_names()}")
+    return _CODEBOOKS[name]()
+
+
+def codebook_names() -> list[str]:
+    """Names of the codebooks that there are."""
+    return sorted(_CODEBOOKS)
 
 
 def cell_centres(book: Codebook) -> np.ndarray:
@@ -148,13 +264,13 @@ class Codec:
 
     Attributes:
         granularity: what shares one pair of statistics.
-        codebook: name of the codebook.
+        codebook: name of the codebook, or a codebook of the user's own.
         fitted: a codebook made for one site (see :mod:`daf_hf.fitting`), in place of the one that
             is called so.
     """
 
     granularity: Granularity
-    codebook: str
+    codebook: str | Codebook
     fitted: Codebook | None = None
     _layouts: dict[tuple[int, int, bool], Layout] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -162,7 +278,9 @@ class Codec:
 
     @property
     def book(self) -> Codebook:
-        return self.fitted or _CODEBOOKS[self.codebook]()
+        if self.fitted is not None:
+            return self.fitted
+        return self.codebook if isinstance(self.codebook, Codebook) else named(self.codebook)
 
     @property
     def lossless(self) -> bool:
@@ -186,10 +304,11 @@ class Codec:
         return layout
 
     def __str__(self) -> str:
-        name = "fitted " if self.fitted else ""
+        fitted = "fitted " if self.fitted else ""
+        name = self.codebook.name if isinstance(self.codebook, Codebook) else self.codebook
         if self.book.statistics in (Statistics.NONE, Statistics.PAIR):
-            return name + self.codebook
-        return f"{name}{self.granularity.name.lower()}+{self.codebook}"
+            return fitted + name
+        return f"{fitted}{self.granularity.name.lower()}+{name}"
 
 
 BINARY = Codec(Granularity.TENSOR, "binary")
@@ -203,6 +322,8 @@ FRUGAL = Codec(Granularity.GROUP, "normal")
 
 def parse_codec(text: str) -> Codec:
     """The codec named ``"granularity+codebook"``, ``"gelu"`` or ``"binary"``.
+
+    The codebook may be one that :func:`register_codebook` knows.
 
     Raises:
         ValueError: naming what is allowed.

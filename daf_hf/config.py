@@ -50,6 +50,13 @@ class DAFConfig:
         "Importance metric: 'gradient', 'error', 'magnitude', a registered name, "
         "'package.module:object', or a callable (site, probe) -> float.",
     )
+    codec: Any = _option(
+        "auto",
+        "How elements become bits: 'auto' (at each site what is measured to be best), a codec's "
+        "name such as 'group+uniform' for all sites, a codec or codebook of your own "
+        "('package.module:object', 'path/to/file.py:object', an entry point, the object), or a "
+        "list of these, from which the best is measured.",
+    )
     allocator: str = _option("greedy", "How bits are shared out: 'greedy' or 'uniform'.")
     backend: str = _option(
         "auto",
@@ -103,11 +110,14 @@ class DAFConfig:
         _choice("on_overflow", self.on_overflow, OVERFLOW)
         for name, least in (("calibration_batch", 1), ("recalibrate_every", 0), ("seed", 0)):
             put(self, name, _integer(name, getattr(self, name), least))
-        from .importance import (
-            resolve_importance,  # here: importance.py knows the config
-        )
+        # Here, because what they import knows the config.
+        from .candidates import resolve_codecs
+        from .importance import resolve_importance
 
         resolve_importance(self.importance)
+        if isinstance(self.codec, list):
+            put(self, "codec", tuple(self.codec))
+        resolve_codecs(self.codec)
 
     def _bits(self) -> tuple[int, ...]:
         bits = _integers("bits", self.bits, 0)
@@ -184,7 +194,7 @@ class DAFConfig:
         return cls.from_dict({**config.to_dict(), **options})
 
     def to_dict(self) -> dict[str, Any]:
-        """The options by name (``importance`` as it was given)."""
+        """The options by name (``importance`` and ``codec`` as they were given)."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
 

@@ -13,18 +13,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .codecs import Codec, cell_centres, gelu_slope, root, slope_inputs
-from .kernels.format import MAX_BITS, Codebook, Statistics
+from .codebook_check import check_codebook
+from .codecs import Codec, cell_centres, gelu_slope, normal, root, slope_inputs, statistics_of
+from .kernels import reference
+from .kernels.format import MAX_BITS, Codebook, Granularity, Statistics
 from .kernels.reference import cells_of
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
+
+_TRACE = 1e-6
 
 
 def fitted(codec: Codec, values: Tensor, a: Tensor, s: Tensor) -> Codec:
@@ -48,6 +53,41 @@ def fitted(codec: Codec, values: Tensor, a: Tensor, s: Tensor) -> Codec:
             base, cell_centres(base), _sums(cells, weight, moment, base.cells), np.float32
         ),
     )
+
+
+def codebook_from_samples(
+    name: str, samples: Any, statistics: str | Statistics = "moments"
+) -> Codebook:
+    """A codebook for values that are distributed as these are, by the same tree of cuts.
+
+    Args:
+        name: what it is called in reports.
+        samples: values of one unit: a tensor, an array or a list, of any shape. They are
+            normalised by their own statistics. A distribution's quantiles at evenly spaced
+            probabilities do as well.
+        statistics: what a unit is normalised by: ``"moments"`` (mean and standard deviation) or
+            ``"range"`` (minimum and maximum).
+
+    Raises:
+        ValueError: for samples or statistics that cannot serve.
+    """
+    kind = statistics_of(statistics)
+    if kind is Statistics.NONE:
+        raise ValueError(f"statistics={statistics!r}: use 'moments' or 'range'")
+    base = normal() if kind is Statistics.MOMENTS else root()
+    values = torch.as_tensor(samples).detach().cpu().flatten().float()
+    if not len(values) or not values.isfinite().all() or not values.max() > values.min():
+        raise ValueError(f"codebook {name!r}: use finite samples that are not all the same")
+    layout = Codec(Granularity.TENSOR, base).layout(len(values), len(values), MAX_BITS)
+    a, s, _ = reference.statistics(values, layout, MAX_BITS)
+    cells = cells_of(values, a, s, base).long()
+    sums = _sums(cells, torch.ones_like(values), (values - a) / s, base.cells)
+    # A trace of every cell's own middle: for values that are in no sample.
+    trace, centres = _TRACE * len(values) / base.cells, cell_centres(base)
+    weight, moment = sums[0] + trace, sums[1] + trace * centres
+    book = dataclasses.replace(_book(base, centres, (weight, moment), np.float32), name=name)
+    check_codebook(book)
+    return book
 
 
 def _fitted_to_slopes(base: Codebook, values: Tensor) -> Codebook:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .codecs import GELU, Codec, gelu_slope
+from .candidates import reads_gelu_slope
+from .codecs import Codec, gelu_slope
 from .fitting import fitted
 from .kernels import reference
 from .kernels.format import MAX_BITS, PAGE_BYTES, Granularity, PageSpace
@@ -84,6 +85,7 @@ class Gauge:
     def __init__(self, compressor: Compressor) -> None:
         self._backend = compressor.backend
         self._device = compressor.device
+        self._candidates = compressor.placement.candidates
 
     def distortions(self, item: Item) -> dict[Codec, tuple[float, ...]]:
         """Distortions at 0..8 bits of every codec worth trying, on a sample of the rows."""
@@ -103,9 +105,10 @@ class Gauge:
             if len(errors) == MAX_BITS + 1:
                 found[codec] = tuple(errors)
 
-        for codec in candidate_codecs(item.site, part.values, part.cols):
+        for codec in self._candidates.at(item.site, part.values, part.cols):
             measure(codec)
-        for codec in _worth_fitting(found) if item.flat.numel() >= FITTED_ELEMENTS else ():
+        fit = self._candidates.automatic and item.flat.numel() >= FITTED_ELEMENTS
+        for codec in _worth_fitting(found) if fit else ():
             statistics = part.statistics(codec, FITTED_AT)
             if statistics is not None:
                 measure(fitted(codec, part.values, *statistics))
@@ -152,29 +155,7 @@ def _worth_fitting(found: dict[Codec, tuple[float, ...]]) -> list[Codec]:
     return list(kept.values())[:FITTED_BEST]
 
 
-def candidate_codecs(site: SaveSite, flat: Tensor, cols: int) -> list[Codec]:
-    """Codecs worth measuring for a tensor of ``cols`` columns."""
-    granularities = [Granularity.GROUP, Granularity.TENSOR]
-    rows = flat.numel() // cols
-    if cols >= 32:
-        granularities.append(Granularity.TOKEN)
-    if rows >= 32 and cols > 1:
-        granularities.append(Granularity.CHANNEL)
-    books = ["uniform", "normal"]
-    if float(flat.min()) >= 0:
-        books.append("root")
-    codecs = [Codec(granularity, book) for granularity in granularities for book in books]
-    if reads_gelu_slope(site):
-        codecs.append(GELU)
-    return codecs
-
-
 def in_terms(site: SaveSite, flat: Tensor) -> Tensor:
     """The elements in the terms in which their consumer feels an error."""
     values = flat.float()
     return gelu_slope(values) if reads_gelu_slope(site) else values
-
-
-def reads_gelu_slope(site: SaveSite) -> bool:
-    """Whether GELU's backward is the only consumer: then only GELU's derivative matters."""
-    return site.consumers == {"GeluBackward0.self"}

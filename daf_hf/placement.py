@@ -16,7 +16,8 @@ from torch import Tensor
 
 from .accounting import Ledger
 from .arena import PAGE_COST, Arena, Stored
-from .codecs import BINARY, FRUGAL, GENERAL, Codec
+from .candidates import resolve_codecs
+from .codecs import BINARY, Codec
 from .config import DAFConfig
 from .dropout import Draws
 from .handles import Copy, DeferredEnds, Drawn, Lease, Pages, Physical, Refused, Spilled
@@ -55,6 +56,7 @@ class Placement:
     Attributes:
         arena, workspace, ledger, draws, backend, packer: the parts; no packer where elements are
             encoded at once.
+        candidates: the codecs that the options allow.
         waiting_bytes: of elements that wait to be encoded; they count as held outside the arena.
         lock: held while the arena changes, and by the caller of what does not take it itself.
         ends: what waits for the lock.
@@ -68,6 +70,7 @@ class Placement:
     def __init__(self, config: DAFConfig, device: torch.device) -> None:
         self._config = config
         self.device = device
+        self.candidates = resolve_codecs(config.codec)
         self.backend = get_backend(config.backend, device)
         self.packer = packer = choose_packer(config.packing, device, self.backend)
         self._pages = packer.pages if packer else self.backend
@@ -137,7 +140,7 @@ class Placement:
             # Beside a plan these are few, and many bits for them cost little.
             most = MAX_BITS if self.calibrated else UNPLANNED_BITS
             bits = max((b for b in allowed if b <= most), default=allowed[0])
-            codec, costs = FRUGAL if self.frugal else GENERAL, UNPLANNED_COSTS
+            codec, costs = self.candidates.unplanned(self.frugal), UNPLANNED_COSTS
         else:
             codec, bits, costs = option.codec, option.bits, option.costs
         return Stored(codec.layout(flat.numel(), cols, bits), bits, allowed, costs), codec

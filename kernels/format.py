@@ -76,7 +76,7 @@ class Codebook:
         statistics: what ``(a, s)`` are.
         grid_origin: where the grid starts, in units of ``s`` from ``a``.
         grid_density: cells per unit of ``s``.
-        cells: number of cells.
+        cells: number of cells, at most 16384.
         lut: ``uint8 [cells]``, the 8-bit code of each cell, or None for the identity (then
             ``cells`` is 256).
         tables: for each width 0..8 the ``float32 [2**bits]`` values of the codes.
@@ -87,8 +87,8 @@ class Codebook:
     grid_origin: float
     grid_density: float
     cells: int
-    lut: torch.Tensor | None
-    tables: tuple[torch.Tensor, ...]
+    lut: torch.Tensor | None = field(repr=False)
+    tables: tuple[torch.Tensor, ...] = field(repr=False)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,8 +6,18 @@ import pytest
 import torch
 from tiny import restored
 
-from daf_hf.codecs import BINARY, GELU, GENERAL, Codec, gelu_slope, parse_codec
-from daf_hf.kernels.format import MAX_BITS, Granularity
+from daf_hf import codecs, register_codebook
+from daf_hf.codecs import (
+    BINARY,
+    GELU,
+    GENERAL,
+    Codec,
+    codebook_from_levels,
+    gelu_slope,
+    parse_codec,
+    uniform,
+)
+from daf_hf.kernels.format import MAX_BITS, Granularity, Statistics
 
 BOOKS = ("uniform", "normal", "root", "gelu")
 
@@ -115,3 +125,88 @@ def test_lossless_and_private():
 def test_layouts_are_shared():
     assert GENERAL.layout(1000, 10, 2) is GENERAL.layout(1000, 10, 3)  # both in bf16
     assert GENERAL.layout(1000, 10, 4) is not GENERAL.layout(1000, 10, 5)
+
+
+# Codebooks of a user's own ----------------------------------------------------------------------
+
+LEVELS = [-1.0, -0.5, 0.0, 0.25, 2.0]
+
+
+def mine():
+    return codebook_from_levels("mine", LEVELS, "none")
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """Registrations that end with the test."""
+    monkeypatch.setattr(codecs, "_CODEBOOKS", dict(codecs._CODEBOOKS))
+
+
+def test_levels_are_what_is_restored():
+    x = torch.linspace(-3, 4, 1000)
+    nearest = torch.tensor(LEVELS)[(x[:, None] - torch.tensor(LEVELS)).abs().argmin(1)]
+    for bits in (3, 5, 8):
+        restored_ = restored(x, Codec(Granularity.TENSOR, mine()), bits)
+        wrong = restored_ != nearest
+        # Only beside the middle between two levels, which is known to a cell.
+        assert float(wrong.float().mean()) < 0.005
+        assert set(restored_.tolist()) == set(LEVELS)
+
+
+def test_short_codes_are_means_of_levels():
+    tables = mine().tables
+    assert tables[1].tolist() == pytest.approx([-0.3125, 2.0])
+    assert tables[2].tolist()[:3] == pytest.approx([-0.75, 0.125, 2.0])
+    assert tables[0].tolist() == pytest.approx([sum(LEVELS) / 5])
+
+
+@pytest.mark.parametrize("levels", [[1.0], [], [0.0, float("nan")], range(257)])
+def test_levels_that_cannot_serve(levels):
+    with pytest.raises(ValueError, match="codebook 'few': use 2 to 256 distinct finite levels"):
+        codebook_from_levels("few", levels)
+
+
+@pytest.mark.parametrize("statistics", ["absmax", Statistics.PAIR, None])
+def test_statistics_that_there_are_not(statistics):
+    with pytest.raises(ValueError, match=r"statistics=.*'moments'"):
+        codebook_from_levels("mine", LEVELS, statistics)
+
+
+def test_registered_name(registry):
+    assert register_codebook("mine")(mine) is mine
+    codec = parse_codec("group+mine")
+    assert codec == Codec(Granularity.GROUP, "mine")
+    assert codec.book.name == "mine"
+    assert parse_codec(str(codec)).book is codec.book
+
+
+def test_a_name_is_registered_once(registry):
+    register_codebook("mine")(mine)
+    register_codebook("mine")(mine)
+    for name, make in (("mine", lambda: mine()), ("uniform", mine)):
+        with pytest.raises(ValueError, match=f"'{name}' is registered already: use another"):
+            register_codebook(name)(make)
+
+
+def test_what_is_registered_is_checked(registry):
+    with pytest.raises(ValueError, match=r"codebook 'mine': .* must return a Codebook, not int"):
+        register_codebook("mine")(lambda: 3)
+    with pytest.raises(ValueError, match=r"codebook 'a\+b': use a name of letters"):
+        register_codebook("a+b")(mine)
+    assert "mine" not in codecs.codebook_names()
+
+
+def test_a_codec_of_a_codebook_itself():
+    own = codebook_from_levels("mine", LEVELS)
+    codec = Codec(Granularity.TOKEN, own)
+    assert codec.book is own
+    assert str(codec) == "token+mine"
+    assert str(Codec(Granularity.TENSOR, mine())) == "mine"
+    assert codec == Codec(Granularity.TOKEN, own) != Codec(Granularity.TOKEN, mine())
+    assert not codec.private and not codec.lossless
+    assert Codec(Granularity.TOKEN, uniform()) != Codec(Granularity.TOKEN, "uniform")
+
+
+def test_a_codebook_that_there_is_not():
+    with pytest.raises(ValueError, match=r"no codebook 'gauss'.*normal"):
+        Codec(Granularity.GROUP, "gauss").layout(10, 10, 2)

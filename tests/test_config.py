@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 
 import daf_hf
 from daf_hf import DAFConfig
+from daf_hf.codecs import GELU
 
 GOOD = {
     "budget_mb": 12.5,
     "bits": [1, 2, 8],
     "importance": "error",
+    "codec": ["auto", "group+uniform"],
     "allocator": "uniform",
     "backend": "reference",
     "packing": "host",
@@ -52,6 +54,12 @@ BAD = [
     ("importance", "no.such.module:thing"),
     ("importance", "math:pi"),
     ("importance", 3),
+    ("codec", "gelu"),
+    ("codec", "group+gauss"),
+    ("codec", "no_such_file.py:thing"),
+    ("codec", ["auto", "math:pi"]),
+    ("codec", []),
+    ("codec", 3),
     ("allocator", "best"),
     ("backend", "gpu"),
     ("packing", "cpu"),
@@ -188,6 +196,12 @@ def test_dictionary_round_trip():
 def test_config_cannot_change():
     with pytest.raises(dataclasses.FrozenInstanceError):
         DAFConfig().seed = 3
+
+
+@pytest.mark.parametrize("codec", ["auto", "channel+normal", ("auto", "channel+normal"), GELU])
+def test_codec_is_kept_as_given(codec):
+    codec = (codec, "normal") if codec is GELU else codec
+    assert DAFConfig(codec=codec).to_dict()["codec"] == codec
 
 
 def test_help_explains_every_option_with_its_default():

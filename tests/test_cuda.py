@@ -19,6 +19,7 @@ from test_kernels import (
     DTYPES,
     FLOATS,
     KINDS,
+    ODD,
     Pages,
     check_conformance,
     compare,
@@ -104,6 +105,14 @@ def test_every_width_and_dtype(emulated, codec):
 def test_conformance(emulated, codec, shape, bits, dtype, kind, seed):
     rows, cols = shape
     check_conformance(emulated, values(kind, rows * cols, dtype, seed), codec, cols, bits)
+
+
+@pytest.mark.parametrize("granularity", Granularity, ids=lambda granularity: granularity.name)
+@pytest.mark.parametrize("book", ODD, ids=lambda book: f"{book.cells} cells")
+def test_a_codebook_of_the_users_own_is_data(emulated, book, granularity):
+    for bits in (1, 4, 8):
+        x = values(KINDS[bits % len(KINDS)], 330, FLOATS[bits % 3], bits)
+        check_conformance(emulated, x, Codec(granularity, book), 33, bits)
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tiny import batch, build, gradients
 
-from daf_hf import DAFConfig, MemoryReport, compress_activations, importance
+from daf_hf import DAFConfig, MemoryReport, codecs, compress_activations, importance
 from daf_hf.codecs import _CODEBOOKS
 from daf_hf.kernels.format import Granularity
 
@@ -67,6 +67,32 @@ def test_the_example_of_a_metric_works(monkeypatch):
     # Small sites are not measured, but taken to be as dear as the dearest.
     assert all(site.importance in (site.shape[-1], dearest) for site in measured)
     assert len({site.importance for site in measured}) > 2
+
+
+def test_the_example_of_a_codec_works(monkeypatch, tmp_path):
+    section = CONFIGURATION.partition("### Your own codec")[2].partition("\n## ")[0]
+    (options,) = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
+    in_a_file, registered = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    (tmp_path / "laplace.py").write_text(in_a_file, encoding="utf-8")
+    (tmp_path / "daf.yaml").write_text(options, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(codecs, "_CODEBOOKS", dict(codecs._CODEBOOKS))
+    names = {}
+    exec(registered, names)
+    assert codecs_taken(names["callback"].config, 0.3) == {"group+powers"}
+    config = DAFConfig.from_file("daf.yaml")
+    alone = DAFConfig.build(config, codec=config.codec[1])
+    assert {name.partition("+")[2] for name in codecs_taken(alone, 0.3)} == {"laplace"}
+    assert codecs_taken(config, 0.3)
+
+
+def codecs_taken(config, budget_mb):
+    """Names of the codecs that a step takes."""
+    model = build("bert")
+    daf = compress_activations(model, config, budget_mb=budget_mb)
+    gradients(model, batch("bert"), daf)
+    assert daf.report.held_bytes_peak <= budget_mb * 1e6
+    return {site.codec for site in daf.report.sites if site.bits is not None} - {"binary"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)

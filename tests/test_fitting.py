@@ -14,9 +14,9 @@ from hypothesis.extra.numpy import arrays
 from tiny import restored
 
 from daf_hf.codecs import _LAYOUTS_KEPT, GELU, Codec, gelu_slope
-from daf_hf.fitting import fitted, tree_codes
+from daf_hf.fitting import codebook_from_samples, fitted, tree_codes
 from daf_hf.kernels import cpu, reference
-from daf_hf.kernels.format import MAX_BITS, Granularity
+from daf_hf.kernels.format import MAX_BITS, Granularity, Statistics
 
 ROWS, COLS = 512, 96
 NATIVE = cpu.status().available
@@ -167,6 +167,48 @@ def test_native_kernels_agree_bit_for_bit(codec):
         for bits in range(MAX_BITS + 1):
             theirs = restored(x, own, bits, cpu.load())
             assert torch.equal(restored(x, own, bits), theirs)
+
+
+# From samples -----------------------------------------------------------------------------------
+
+QUANTILES = torch.distributions.Laplace(0.0, 1.0).icdf((torch.arange(20_000) + 0.5) / 20_000)
+
+
+def test_samples_of_a_distribution_serve_what_is_distributed_so():
+    own = codebook_from_samples("laplace", QUANTILES)
+    assert (own.name, own.statistics) == ("laplace", Statistics.MOMENTS)
+    x = torch.distributions.Laplace(5.0, 3.0).icdf(torch.rand(400, 256, generator=generator()))
+    x = x.clamp(-100, 100)
+    own, theirs = Codec(Granularity.TENSOR, own), Codec(Granularity.TENSOR, "normal")
+    for bits, share in ((1, 0.99), (2, 0.93), (3, 0.85), (4, 0.73)):
+        assert error(x, own, bits) < share * error(x, theirs, bits)
+
+
+def test_samples_may_be_normalised_by_their_range():
+    own = codebook_from_samples("steps", DATA["softmax"].numpy(), "range")
+    assert own.statistics is Statistics.RANGE
+    x = DATA["softmax"]
+    for bits in (1, 2, 3):
+        assert error(x, Codec(Granularity.TENSOR, own), bits) < error(
+            x, Codec(Granularity.TENSOR, "root"), bits
+        )
+
+
+def test_values_in_no_sample_are_restored_as_well_as_can_be():
+    own = codebook_from_samples("ends", [-1.0, 1.0] * 50)
+    x = torch.linspace(-2, 2, 1000)
+    assert float((restored(x, Codec(Granularity.TENSOR, own), 8) - x).abs().max()) < 0.2
+
+
+@pytest.mark.parametrize("samples", [[], [1.0], [2.0, 2.0], [0.0, float("inf")]])
+def test_samples_that_cannot_serve(samples):
+    with pytest.raises(ValueError, match="codebook 'x': use finite samples"):
+        codebook_from_samples("x", samples)
+
+
+def test_samples_need_statistics():
+    with pytest.raises(ValueError, match="statistics='none': use 'moments' or 'range'"):
+        codebook_from_samples("x", [1.0, 2.0], "none")
 
 
 # Lifetime ---------------------------------------------------------------------------------------

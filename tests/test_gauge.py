@@ -15,8 +15,8 @@ from daf_hf.saved_tensors import Compressor
 from daf_hf.sites import SaveSite
 
 
-def gauge():
-    return Gauge(Compressor(nn.Linear(4, 4), DAFConfig(budget_mb=10.0)))
+def gauge(codec="auto"):
+    return Gauge(Compressor(nn.Linear(4, 4), DAFConfig(budget_mb=10.0, codec=codec)))
 
 
 def item(x, consumer="MmBackward0.self"):
@@ -69,6 +69,19 @@ def test_a_small_tensor_is_not_worth_a_codebook():
     for kept, fits in ((rows, True), (rows - 1, False)):
         found = gauge().distortions(item(noise(kept, 64)))
         assert any(codec.fitted for codec in found) == fits
+
+
+def test_nothing_else_than_asked_for_is_measured():
+    found = gauge("group+uniform").distortions(item(DATA["normal"], "GeluBackward0.self"))
+    assert list(found) == [Codec(Granularity.GROUP, "uniform")]
+
+
+def test_one_more_beside_the_automatic_ones():
+    x = DATA["softmax"] - 0.5  # `root` is not tried by itself where values are negative
+    alone, more = (gauge(codec).distortions(item(x)) for codec in ("auto", ("auto", "token+root")))
+    named = [codec for codec in more if codec.fitted is None]
+    assert named == [*(c for c in alone if c.fitted is None), Codec(Granularity.TOKEN, "root")]
+    assert any(codec.fitted for codec in more)
 
 
 def test_what_cannot_be_measured_has_no_distortions():

@@ -213,6 +213,11 @@ def test_config_file_and_overrides(script, tmp_path):
     assert (config.budget_mb, config.importance) == (7, "error")
 
 
+def test_codecs_to_choose_from(script):
+    arguments = parse(script, "--budget_mb", "5", "--codec", "auto", "token+root")[3]
+    assert script.daf_config(arguments).codec == ("auto", "token+root")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -221,6 +226,7 @@ def test_config_file_and_overrides(script, tmp_path):
         ({"no_daf": True, "budget_mb": 3.0}, "--no_daf goes with no other"),
         ({"no_daf": True, "daf_config": "x.json"}, "--no_daf goes with no other"),
         ({"budget_mb": -1.0}, "budget_mb"),
+        ({"budget_mb": 5.0, "codec": ["gelu"]}, "codec"),
         ({"daf_config": "absent.json"}, "absent.json"),
     ],
 )

@@ -14,9 +14,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from daf_hf.codebook_check import CELLS_MAX, check_codebook
 from daf_hf.codecs import Codec, parse_codec
 from daf_hf.kernels import BACKENDS, Backend, cpu, cpu_status, get_backend, reference
-from daf_hf.kernels.format import GROUP, LANES, PAGE_BYTES, Granularity, Layout, PageSpace
+from daf_hf.kernels.format import (
+    GROUP,
+    LANES,
+    PAGE_BYTES,
+    Codebook,
+    Granularity,
+    Layout,
+    PageSpace,
+    Statistics,
+)
 
 POISON = 0xA5
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -377,6 +387,36 @@ def test_misfits_are_named(native):
     for x, bits, table, message in cases:
         with pytest.raises(ValueError, match=message):
             native.encode(x, layout, bits, table, pages.space)
+
+
+def odd_codebook(seed: int, cells: int = 9999) -> Codebook:
+    """What a user's own may be: a grid of any size, codes left out at both ends and in between."""
+    draw = random.Random(seed)
+    lut = sorted(draw.choices(draw.sample(range(256), draw.choice([3, 60, 256])), k=cells))
+    levels = torch.randn(256, generator=torch.Generator().manual_seed(seed)).sort().values
+    book = Codebook(
+        "odd",
+        draw.choice([Statistics.NONE, Statistics.RANGE, Statistics.MOMENTS]),
+        draw.choice([0.0, 0.3, -3.1415]),
+        draw.choice([1 / 3, cells / 6.2832, 2.0 * cells]),
+        cells,
+        torch.tensor(lut, dtype=torch.uint8),
+        tuple(levels.view(1 << bits, -1).mean(1) for bits in range(9)),
+    )
+    check_codebook(book)
+    return book
+
+
+ODD = [odd_codebook(seed, cells) for seed, cells in enumerate((2, 17, 255, 257, 9999, CELLS_MAX))]
+
+
+@pytest.mark.parametrize("granularity", Granularity, ids=lambda granularity: granularity.name)
+@pytest.mark.parametrize("book", ODD, ids=lambda book: f"{book.cells} cells")
+def test_a_codebook_of_the_users_own_is_data(native, book, granularity):
+    codec = Codec(granularity, book)
+    for bits in range(9):
+        x = values(KINDS[bits % len(KINDS)], 330, FLOATS[bits % 3], bits)
+        check_conformance(native, x, codec, 33, bits)
 
 
 def run_python(

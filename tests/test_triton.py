@@ -16,6 +16,7 @@ from test_kernels import (
     DTYPES,
     FLOATS,
     ISAS,
+    ODD,
     Pages,
     check_conformance,
     compare,
@@ -86,6 +87,13 @@ def test_several_pages(triton, codec):
     rows = 129 if codec.granularity is Granularity.GROUP else 8448 // cols
     x = values("normal", rows * cols, torch.bfloat16, 4)
     assert check_conformance(triton, x, codec, cols, 5, DEVICE)
+
+
+@pytest.mark.parametrize("book", ODD, ids=lambda book: f"{book.cells} cells")
+def test_a_codebook_of_the_users_own_is_data(triton, book):
+    for index, unit in enumerate(Granularity):
+        x = values("tails", 330, FLOATS[index % 3], index)
+        check_conformance(triton, x, Codec(unit, book), 33, 1 + 2 * index, DEVICE)
 
 
 KINDS = ["denormal", "zeros", "constant", "sparse", "huge", "probability"]

@@ -92,9 +92,15 @@ class DAFArguments:
         default=None,
         metadata={"help": "What decides where bits go: gradient, error, ..."},
     )
+    codec: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Codecs to choose from: auto, group+uniform, path/to/file.py:object, ..."
+        },
+    )
     daf_config: str | None = field(
         default=None,
-        metadata={"help": "JSON or YAML file of options; the two above override it."},
+        metadata={"help": "JSON or YAML file of options; those above override it."},
     )
     no_daf: bool = field(default=False, metadata={"help": "Train plainly."})
 
@@ -125,7 +131,7 @@ def daf_config(args: DAFArguments) -> DAFConfig | None:
     """
     options = {
         name: value
-        for name in ("budget_mb", "importance")
+        for name in ("budget_mb", "importance", "codec")
         if (value := getattr(args, name)) is not None
     }
     if args.no_daf:

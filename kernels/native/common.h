@@ -54,7 +54,8 @@ struct daf_book {
   daf::Steps steps[daf::MAX_BITS + 1];
 
   // Where `monotone`, a binary tree: nodes[2^k + p] is the first cell that is past the codes
-  // whose top k + 1 bits are (p, 0), so that bit k of a code of top bits p is `cell >= node`.
+  // whose top k + 1 bits are (p, 0), or the least integer where that is the first of all, so that
+  // bit k of a code of top bits p is `cell >= node`.
   // The last level is read in vectors of 32.
   int16_t nodes[256 + 32];
 };

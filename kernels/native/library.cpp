@@ -185,7 +185,8 @@ void derive_nodes(daf_book& book) {
     for (int prefix = 0; prefix < 1 << level; ++prefix) {
       int cell = 0;
       while (cell < cells && code_of(book.book, cell, level + 1) < 2 * prefix + 1) ++cell;
-      book.nodes[(1 << level) + prefix] = static_cast<int16_t>(cell);
+      // Also what lies before the first cell is in it.
+      book.nodes[(1 << level) + prefix] = cell ? static_cast<int16_t>(cell) : INT16_MIN;
     }
   }
 }

@@ -1,0 +1,60 @@
+"""Objects of a user's own, named by text: in a package, in a file, or by an entry point."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def load_object(text: str, group: str) -> Any:
+    """What ``"package.module:object"``, ``"file.py:object"`` or an entry point's name stands for.
+
+    A file's path is taken from the current directory; the file is run once, and again only when
+    it has changed.
+
+    Args:
+        text: the name.
+        group: of the entry points.
+
+    Raises:
+        LookupError: nothing is called so.
+        Exception: whatever the import raises.
+    """
+    where, colon, name = text.rpartition(":")
+    if not colon:
+        found = list(entry_points(group=group, name=text))
+        if not found:
+            raise LookupError(f"no entry point of the group {group!r} is called so")
+        return found[0].load()
+    if where.endswith(".py"):
+        path = Path(where).resolve()
+        if not path.is_file():
+            raise LookupError(f"there is no file {path}")
+        module = _module(path, path.stat().st_mtime_ns)
+    else:
+        module = importlib.import_module(where)
+    if not hasattr(module, name):
+        raise LookupError(f"{where} has no {name!r}")
+    return getattr(module, name)
+
+
+@cache
+def _module(path: Path, changed: int) -> ModuleType:
+    """The module in a file; ``changed`` tells its versions apart."""
+    name = f"_daf_hf_file_{path.stem}_{abs(hash((path, changed)))}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
