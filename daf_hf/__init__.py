@@ -5,9 +5,11 @@ Entry points:
 - ``DAFCallback(budget_mb=300)``: a callback for the Hugging Face Trainer.
 - ``attach(trainer, budget_mb=300)``: the same, covering losses outside the model too.
 - ``compress_activations(model, budget_mb=300)``: a context manager for plain loops.
+- ``plan(model, batch)``: what budgets would do, before training.
 
-``DAFConfig`` holds the options, ``MemoryReport`` what came of them; ``register_importance`` adds an
-importance metric, and ``BudgetError`` is raised for a budget that cannot be met.
+``DAFConfig`` holds the options, ``MemoryReport`` what came of them, ``BudgetPlan`` what ``plan``
+found; ``register_importance`` adds an importance metric, and ``BudgetError`` is raised for a budget
+that cannot be met.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 from .accounting import MemoryReport
 from .config import DAFConfig
+from .forecast import BudgetPlan, plan
 from .importance import register_importance
 from .loops import compress_activations
 from .refusal import BudgetError
@@ -26,12 +29,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BudgetError",
+    "BudgetPlan",
     "DAFCallback",
     "DAFConfig",
     "MemoryReport",
     "__version__",
     "attach",
     "compress_activations",
+    "plan",
     "register_importance",
 ]
 

@@ -37,6 +37,43 @@ class Plan:
     nbytes: int
     error: float
 
+    @property
+    def mean_bits(self) -> float:
+        """Mean width of the elements that it encodes (NaN when there are none)."""
+        sizes = [
+            (site.probed.predict(self.batch)[0] * site.probed.uses, option.bits)
+            for site, option in self.options.items()
+            if site.probed is not None and option.bits is not None
+        ]
+        elements = sum(numel for numel, _ in sizes)
+        return sum(numel * bits for numel, bits in sizes) / elements if elements else math.nan
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What there is to choose from for one batch size.
+
+    Attributes:
+        batch: that size.
+        fixed_bytes: of what has no choice.
+        options: the options of each site that has one; storing exactly is among them.
+    """
+
+    batch: Batch
+    fixed_bytes: int
+    options: dict[SaveSite, list[Option]]
+
+    @property
+    def least_bytes(self) -> int:
+        """With every site at its smallest."""
+        return self.fixed_bytes + sum(min(o.nbytes for o in c) for c in self.options.values())
+
+    @property
+    def exact_bytes(self) -> int:
+        """With every site stored exactly."""
+        exact = (o.nbytes for c in self.options.values() for o in c if o.codec is None)
+        return self.fixed_bytes + sum(exact)
+
 
 class Planner:
     """Makes and remembers plans, one for each signature of the inputs.
@@ -116,23 +153,31 @@ class Planner:
             self.forget()
 
     def _make(self, key: Any, batch: Batch) -> Plan:
-        fixed, choices = self._corrections.get(key, 0), {}
+        choices = self.choices(key, batch)
+        self.least_bytes = choices.least_bytes
+        return self.under(choices, self.compressor.arena.limit_bytes / self._overlap)
+
+    def choices(self, key: Any, batch: Batch) -> Choices:
+        """What there is to choose from for inputs of this signature and size."""
+        fixed, options = self._corrections.get(key, 0), {}
         for site in self.compressor.tracker.sites.values():
             if site.probed is None:
                 continue
             if not site.candidates:
                 fixed += self._fixed_bytes(site, batch)
                 continue
-            options = [self._option(site, batch, codec, bits) for codec, bits in site.candidates]
-            choices[site] = [*options, self._exact(site, batch)]
-        budget = self.compressor.arena.limit_bytes / self._overlap - fixed
-        chosen = self._allocate(list(choices.values()), budget)
-        self.least_bytes = fixed + sum(min(o.nbytes for o in c) for c in choices.values())
-        options = dict(zip(choices, chosen, strict=True))
+            encoded = [self._option(site, batch, codec, bits) for codec, bits in site.candidates]
+            options[site] = [*encoded, self._exact(site, batch)]
+        return Choices(batch, fixed, options)
+
+    def under(self, choices: Choices, limit_bytes: float) -> Plan:
+        """The plan under a limit; it is not remembered."""
+        offered = choices.options
+        chosen = self._allocate(list(offered.values()), limit_bytes - choices.fixed_bytes)
         return Plan(
-            batch,
-            options,
-            fixed + sum(option.nbytes for option in chosen),
+            choices.batch,
+            dict(zip(offered, chosen, strict=True)),
+            choices.fixed_bytes + sum(option.nbytes for option in chosen),
             math.sqrt(sum(option.cost for option in chosen)) if chosen else math.nan,
         )
 
