@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
 from .accounting import MemoryReport
+from .budget_plan import BudgetPlan
 from .config import DAFConfig
-from .forecast import BudgetPlan, plan
+from .forecast import plan
 from .importance import register_importance
 from .loops import compress_activations
 from .refusal import BudgetError
