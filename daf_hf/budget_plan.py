@@ -14,7 +14,7 @@ from .accounting import jsonable
 from .tables import measured, megabytes, render_table
 
 SITES_SHOWN = 8
-NAME_WIDTH = 32
+NAME_WIDTH = 26
 """Of the table of sites: rows, and characters of a name."""
 
 
