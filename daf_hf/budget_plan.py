@@ -27,7 +27,7 @@ class PlannedBudget:
         planned_bytes: what the plan expects to hold, at most the budget. This and all that
             follows are NaN where the fewest bits take more than the budget.
         ratio: plain bytes over planned bytes.
-        mean_bits: mean width of the elements that have a choice and are encoded; NaN without any.
+        mean_bits: mean width of the elements that are encoded; NaN without any.
         predicted_gradient_error: relative; see :class:`daf_hf.MemoryReport`.
         marks: ``least``, ``recommended``, ``dropout`` (the error is that of another dropout
             seed), ``plain`` and ``asked`` (``budget_mb`` of the options), as they apply.

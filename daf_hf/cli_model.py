@@ -94,7 +94,7 @@ def build_model(options: argparse.Namespace) -> tuple[nn.Module, PretrainedConfi
     if task == SEQ_CLS and config.pad_token_id is None:
         config.pad_token_id = 0  # heads of decoders look for the last token that is no padding
     torch.manual_seed(options.seed)
-    model = _base(options, config, task)
+    model: Any = _base(options, config, task)
     try:
         model = model.to(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except (RuntimeError, AssertionError) as error:
