@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,7 @@ class BudgetPlan:
     def _notes(self) -> list[str]:
         notes = [
             f"recommended: budget_mb={self.recommended_mb:g}, the least with a predicted error of "
-            f"at most {self.error_allowed:g}",
+            f"at most {self.error_allowed:g} and room to calibrate",
             f"plain training holds {megabytes(self.plain_bytes)} MB",
         ]
         if not math.isnan(self.dropout_error):
@@ -146,7 +147,7 @@ class BudgetPlan:
     def _site_table(self) -> str:
         rows = [
             (
-                _tail(site.name),
+                _short(site.name),
                 _first(site.consumer),
                 "x".join(map(str, site.shape)),
                 megabytes(site.plain_bytes),
@@ -168,9 +169,14 @@ def _figure(value: float, form: str) -> str:
     return "-" if math.isnan(value) else f"{value:{form}}"
 
 
-def _tail(name: str) -> str:
-    """The end of a long name: beginnings are much the same."""
-    return name if len(name) <= NAME_WIDTH else "…" + name[1 - NAME_WIDTH :]
+def _short(name: str) -> str:
+    """The end of a long name, and before it the layer's number if that is not in the end."""
+    if len(name) <= NAME_WIDTH:
+        return name
+    layer = re.search(r"(?<=\.)\d+\.", name)
+    kept = NAME_WIDTH - 1
+    head = layer.group() if layer and layer.start() < len(name) - kept else ""
+    return f"{head}…{name[len(head) - kept :]}"
 
 
 def _first(consumer: str) -> str:

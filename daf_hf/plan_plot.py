@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 from .budget_plan import BudgetPlan
+from .tables import megabytes
 
 LINE, MARK, NOISE = "#1d4ed8", "#3e4c59", "#b45309"
 
@@ -43,16 +44,15 @@ def save_plot(found: BudgetPlan, path: str | Path) -> None:
         color=LINE,
         marker=".",
     )
-    plain = found.plain_bytes / 1e6
-    for label, budget in (
-        ("least", found.least_bytes / 1e6),
-        ("recommended", found.recommended_mb),
-        ("plain training", plain),
+    for label, nbytes in (
+        ("least", found.least_bytes),
+        ("recommended", found.recommended_bytes),
+        ("plain training", found.plain_bytes),
     ):
+        budget = nbytes / 1e6
         axes.axvline(budget, color=MARK, linestyle=":", linewidth=1)
-        text = f"{label}, {budget:.3g} MB"
         axes.annotate(
-            text,
+            f"{label}, {megabytes(nbytes)} MB",
             (budget, 0.02),
             xycoords=("data", "axes fraction"),
             xytext=(3, 0),

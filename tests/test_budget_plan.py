@@ -67,7 +67,7 @@ def test_the_tables():
     assert "recommended: budget_mb=7.5," in text
     assert "plain training holds 100.0 MB" in text
     assert "changes the gradient by 0.8" in text
-    assert "calibrate" not in text
+    assert "below" not in text
 
 
 def test_what_is_said_only_where_it_is_so():
@@ -77,12 +77,19 @@ def test_what_is_said_only_where_it_is_so():
 
 
 def test_many_sites_and_long_names():
-    sites = tuple(site(n, f"{'model.' * 9}query/{n}", None) for n in range(20))
+    sites = tuple(site(n, f"model.{n}.{'part.' * 9}query/{n}", None) for n in range(20))
     rows = cells(str(plan(sites=sites)))[len(ROWS) :]
+    assert [row[0][:3] for row in rows] == [f"{n}.…" for n in range(SITES_SHOWN)]
     assert [row[0][-8:] for row in rows] == [f".query/{n}" for n in range(SITES_SHOWN)]
     assert {len(row[0]) for row in rows} == {NAME_WIDTH}
     assert {row[4] for row in rows} == {"exact"}
     assert "20 sites" in str(plan(sites=sites))
+
+
+def test_the_number_of_the_layer_is_not_told_twice():
+    name = f"model.{'part.' * 9}layer.7.query/0"
+    (row,) = cells(str(plan(sites=(site(0, name),))))[len(ROWS) :]
+    assert row[0] == "…" + name[1 - NAME_WIDTH :] and ".7." in row[0]
 
 
 @pytest.mark.parametrize("noise", [0.8, NAN])

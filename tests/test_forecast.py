@@ -110,6 +110,16 @@ def test_the_least_is_the_least(name):
         model(**inputs)
 
 
+def test_room_to_calibrate(caplog):
+    model, inputs = build("gpt2"), batch("gpt2")
+    found = daf_hf.plan(model, inputs)
+    assert found.least_bytes < found.calibration_bytes <= found.recommended_bytes
+    for share, measured in ((1.01, True), (0.85, False)):
+        daf, compressor = compressed(model, share * found.calibration_bytes / 1e6)
+        gradients(model, inputs, daf)
+        assert compressor.placement.calibrated == measured == ("no calibration" not in caplog.text)
+
+
 def test_dropout_moves_the_gradient(bert_batch):
     some, much = (daf_hf.plan(build("bert", p), bert_batch).dropout_error for p in (0.05, 0.5))
     assert 0.01 < some < much

@@ -24,7 +24,7 @@ def test_the_marks_are_in_it(tmp_path):
     # Without ids of its own an SVG holds its texts as comments.
     save_plot(plan(), tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
-    for label in ("least, 1 MB", "recommended, 7.5 MB", "plain training, 100 MB"):
+    for label in ("least, 1.0 MB", "recommended, 7.5 MB", "plain training, 100.0 MB"):
         assert label in text
     assert "another dropout seed: 0.8" in text
 
