@@ -5,11 +5,12 @@ Entry points:
 - ``DAFCallback(budget_mb=300)``: a callback for the Hugging Face Trainer.
 - ``attach(trainer, budget_mb=300)``: the same, covering losses outside the model too.
 - ``compress_activations(model, budget_mb=300)``: a context manager for plain loops.
+- ``plan(model, batch)``: what budgets would do, before training.
 
-``DAFConfig`` holds the options, ``MemoryReport`` what came of them; ``register_importance`` adds an
-importance metric, and ``BudgetError`` is raised for a budget that cannot be met.
-``codebook_from_samples`` and ``codebook_from_levels`` make a codebook of your own, and
-``register_codebook`` gives it a name.
+``DAFConfig`` holds the options, ``MemoryReport`` what came of them, ``BudgetPlan`` what ``plan``
+found; ``register_importance`` adds an importance metric, and ``BudgetError`` is raised for a budget
+that cannot be met. ``codebook_from_samples`` and ``codebook_from_levels`` make a codebook of your
+own, and ``register_codebook`` gives it a name.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
 from .accounting import MemoryReport
+from .budget_plan import BudgetPlan
 from .codecs import codebook_from_levels, register_codebook
 from .config import DAFConfig
 from .fitting import codebook_from_samples
+from .forecast import plan
 from .importance import register_importance
 from .loops import compress_activations
 from .refusal import BudgetError
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BudgetError",
+    "BudgetPlan",
     "DAFCallback",
     "DAFConfig",
     "MemoryReport",
@@ -38,6 +42,7 @@ __all__ = [
     "codebook_from_levels",
     "codebook_from_samples",
     "compress_activations",
+    "plan",
     "register_codebook",
     "register_importance",
 ]

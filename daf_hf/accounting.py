@@ -221,7 +221,7 @@ class MemoryReport:
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write the figures to ``path`` as JSON (inf as ``"inf"``, NaN as null)."""
-        Path(path).write_text(json.dumps(_jsonable(self.to_dict()), indent=1), encoding="utf-8")
+        Path(path).write_text(json.dumps(jsonable(self.to_dict()), indent=1), encoding="utf-8")
 
     def __str__(self) -> str:
         sizes = [
@@ -253,13 +253,14 @@ class MemoryReport:
         )
 
 
-def _jsonable(value: Any) -> Any:
+def jsonable(value: Any) -> Any:
+    """The same without what JSON lacks: inf becomes ``"inf"``, NaN None, tuples lists."""
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else ("inf" if value > 0 else "-inf")
     if isinstance(value, Mapping):
-        return {str(key): _jsonable(item) for key, item in value.items()}
+        return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_jsonable(item) for item in value]
+        return [jsonable(item) for item in value]
     return value
 
 

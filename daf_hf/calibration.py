@@ -74,18 +74,32 @@ class Calibration:
         compressor: whose sites are calibrated.
         forward: the model's own forward.
         inputs: the batch from which the probe is cut.
+        limit_bytes: what it may hold of; the budget where None.
 
     Raises:
         CalibrationError: when nothing could be measured.
+
+    Attributes:
+        plain_bytes: what plain training holds for backward of the whole batch.
+        least_bytes: the least budget under which this batch can be calibrated.
     """
 
-    def __init__(self, compressor: Compressor, forward: Callable[..., Any], inputs: Inputs) -> None:
+    def __init__(
+        self,
+        compressor: Compressor,
+        forward: Callable[..., Any],
+        inputs: Inputs,
+        limit_bytes: float | None = None,
+    ) -> None:
         self.compressor = compressor
         self._forward = forward
         self._inputs = inputs
         self._whole = batch_of(inputs)
         self._gauge = Gauge(compressor)
-        self._limit = compressor.arena.limit_bytes * SHARE_OF_BUDGET
+        limit = compressor.arena.limit_bytes if limit_bytes is None else limit_bytes
+        self._limit = limit * SHARE_OF_BUDGET
+        self.plain_bytes = 0
+        self.least_bytes = 0.0
         named = [(n, p) for n, p in compressor.model.named_parameters() if p.requires_grad]
         self._parameters = [parameter for _, parameter in named]
         self._kinds = _kinds([name for name, _ in named])
@@ -118,6 +132,7 @@ class Calibration:
     def _run(self) -> None:
         with self._pilot() as pilot:
             bytes_per_token = pilot.nbytes / (pilot.batch.examples * pilot.batch.tokens)
+            self.least_bytes = pilot.nbytes / SHARE_OF_BUDGET
             pilot.find_readers()
             _learn_derived(pilot)
             self._survey(pilot)
@@ -158,6 +173,7 @@ class Calibration:
         with _blaming_the_model():
             inputs = cut(self._inputs, 0, self._whole)
             survey = Survey(self.compressor, self._forward, inputs, self._gauge)
+        self.plain_bytes = survey.nbytes + survey.copied_bytes
         for site, found in survey.findings.items():
             roles = (DIM_CONSTANT,) * len(found.shape)
             if site in pilot.items:
@@ -217,7 +233,7 @@ class Calibration:
                 self._graph = graph
                 with _blaming_the_model():
                     self._reference = graph.gradients(self._parameters)
-                weight = _square(self._reference)
+                weight = squared_norm(self._reference)
                 if not math.isfinite(weight):
                     raise CalibrationError("the probe's gradients are not finite")
                 weights += weight
@@ -328,15 +344,18 @@ class Calibration:
 
     def _change_of(self, site: SaveSite) -> float:
         assert self._graph is not None
-        change = self._graph.change(site, self._parameters)
+        return self._relative(self._graph.change(site, self._parameters))
+
+    def _relative(self, change: list[Tensor | None]) -> float:
+        """A squared change of the gradients, as :meth:`gradient_error` takes it."""
         total = 0.0
         for kinds in self._kinds:
             error = elements = 0.0
             for kind in kinds:
-                norm = _square([self._reference[index] for index in kind])
+                norm = squared_norm([self._reference[index] for index in kind])
                 if norm > 0:
                     count = sum(self._parameters[index].numel() for index in kind)
-                    error += count * _square([change[index] for index in kind]) / norm
+                    error += count * squared_norm([change[index] for index in kind]) / norm
                     elements += count
             total += error / elements if elements else 0.0
         return total
@@ -426,7 +445,8 @@ def _moved(moves: dict[nn.Parameter, Tensor]) -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-def _square(tensors: list[Tensor | None]) -> float:
+def squared_norm(tensors: list[Tensor | None]) -> float:
+    """Of all tensors together."""
     return sum(float(t.float().square().sum()) for t in tensors if t is not None)
 
 

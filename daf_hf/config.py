@@ -21,6 +21,8 @@ BACKENDS = ("auto", "reference", "cpu", "triton", "cuda")
 PACKING = ("device", "host", "auto")
 OVERFLOW = ("error", "spill")
 ALL_BITS = (0, 1, 2, 3, 4, 5, 6, 7, 8)
+RECOMMENDED = "recommended"
+"""In place of a number of MB: the first calibration chooses."""
 
 
 def _option(default: Any, text: str) -> Any:
@@ -37,10 +39,10 @@ class DAFConfig:
             is allowed.
     """
 
-    budget_mb: float = _option(
+    budget_mb: float | str = _option(
         math.inf,
         "Hard cap, in MB of 10^6 bytes, on all bytes held for the backward pass. inf stores "
-        "everything exactly.",
+        "everything exactly; 'recommended' leaves the number to the first calibration.",
     )
     bits: tuple[int, ...] = _option(
         (0, 1, 2, 3, 4, 5, 6, 8), "Bit widths that the allocator may choose from."
@@ -118,6 +120,22 @@ class DAFConfig:
         if isinstance(self.codec, list):
             put(self, "codec", tuple(self.codec))
         resolve_codecs(self.codec)
+        self._check_recommended()
+
+    def _check_recommended(self) -> None:
+        """What a budget is recommended by must be measured."""
+        if self.budget_mb != RECOMMENDED:
+            return
+        if self.importance != "gradient":
+            raise ValueError(
+                f"importance={self.importance!r} predicts no gradient error, by which "
+                f"budget_mb={RECOMMENDED!r} is chosen: use importance='gradient' or a number of MB"
+            )
+        if not self.calibrate_at and not self.recalibrate_every:
+            raise ValueError(
+                f"calibrate_at=() measures nothing, and budget_mb={RECOMMENDED!r} is chosen by "
+                "what is measured: use calibrate_at=(0,) or a number of MB"
+            )
 
     def _bits(self) -> tuple[int, ...]:
         bits = _integers("bits", self.bits, 0)
@@ -127,14 +145,14 @@ class DAFConfig:
 
     @property
     def budget_bytes(self) -> float:
-        """The budget in bytes (inf when there is none)."""
-        return self.budget_mb * 1e6
+        """The budget in bytes (inf when there is none, or none yet)."""
+        return math.inf if isinstance(self.budget_mb, str) else self.budget_mb * 1e6
 
     def with_budget(self, budget_mb: Any) -> DAFConfig:
         """The same options with another budget.
 
         Raises:
-            ValueError: when it is not a positive number.
+            ValueError: when it is neither a positive number nor ``"recommended"``.
         """
         return dataclasses.replace(self, budget_mb=budget_mb)
 
@@ -216,13 +234,17 @@ def _documented(cls: type) -> str:
 DAFConfig.__doc__ = _documented(DAFConfig)
 
 
-def check_budget(value: Any) -> float:
-    """``value`` as a budget in MB: a positive number or inf (also as text).
+def check_budget(value: Any) -> float | str:
+    """``value`` as a budget in MB: a positive number or inf (also as text), or "recommended".
 
     Raises:
         ValueError: naming the option and what is allowed.
     """
-    message = f"budget_mb={value!r}: use a positive number of MB (10^6 bytes), or inf"
+    message = (
+        f"budget_mb={value!r}: use a positive number of MB (10^6 bytes), inf, or {RECOMMENDED!r}"
+    )
+    if isinstance(value, str) and value.strip().lower() == RECOMMENDED:
+        return RECOMMENDED
     if isinstance(value, bool) or not isinstance(value, (Real, str)):
         raise ValueError(message)
     try:

@@ -10,6 +10,7 @@ from typing import Any
 from .allocation import ALLOCATORS, Option, lower_hull
 from .arena import PAGE_COST
 from .codecs import BINARY
+from .dropout import SMALLEST_ELEMENTS
 from .expressions import WITNESSES
 from .kernels.noise import STATE_BYTES
 from .placement import SMALLEST_BYTES
@@ -30,12 +31,53 @@ class Plan:
         options: one a site that has a choice.
         nbytes: what it expects to hold.
         error: predicted relative error of the gradient; NaN when nothing was measured.
+        binary_elements: those of two-valued tensors, which take a bit each.
     """
 
     batch: Batch
     options: dict[SaveSite, Option]
     nbytes: int
     error: float
+    binary_elements: int = 0
+
+    @property
+    def mean_bits(self) -> float:
+        """Mean width of the elements that it encodes (NaN when there are none)."""
+        sizes = [(self.binary_elements, 1)] + [
+            (_elements(site, self.batch), option.bits)
+            for site, option in self.options.items()
+            if option.bits is not None
+        ]
+        elements = sum(numel for numel, _ in sizes)
+        return sum(numel * bits for numel, bits in sizes) / elements if elements else math.nan
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What there is to choose from for one batch size.
+
+    Attributes:
+        batch: that size.
+        fixed_bytes: of what has no choice.
+        binary_elements: of these, those that take a bit each.
+        options: the options of each site that has one; storing exactly is among them.
+    """
+
+    batch: Batch
+    fixed_bytes: int
+    binary_elements: int
+    options: dict[SaveSite, list[Option]]
+
+    @property
+    def least_bytes(self) -> int:
+        """With every site at its smallest."""
+        return self.fixed_bytes + sum(min(o.nbytes for o in c) for c in self.options.values())
+
+    @property
+    def exact_bytes(self) -> int:
+        """With every site stored exactly."""
+        exact = (o.nbytes for c in self.options.values() for o in c if o.codec is None)
+        return self.fixed_bytes + sum(exact)
 
 
 class Planner:
@@ -116,24 +158,35 @@ class Planner:
             self.forget()
 
     def _make(self, key: Any, batch: Batch) -> Plan:
-        fixed, choices = self._corrections.get(key, 0), {}
+        choices = self.choices(key, batch)
+        self.least_bytes = choices.least_bytes
+        return self.under(choices, self.compressor.arena.limit_bytes / self._overlap)
+
+    def choices(self, key: Any, batch: Batch) -> Choices:
+        """What there is to choose from for inputs of this signature and size."""
+        fixed, binary, options = self._corrections.get(key, 0), 0, {}
         for site in self.compressor.tracker.sites.values():
             if site.probed is None:
                 continue
             if not site.candidates:
                 fixed += self._fixed_bytes(site, batch)
+                if _takes_a_plane(site, batch):
+                    binary += _elements(site, batch)
                 continue
-            options = [self._option(site, batch, codec, bits) for codec, bits in site.candidates]
-            choices[site] = [*options, self._exact(site, batch)]
-        budget = self.compressor.arena.limit_bytes / self._overlap - fixed
-        chosen = self._allocate(list(choices.values()), budget)
-        self.least_bytes = fixed + sum(min(o.nbytes for o in c) for c in choices.values())
-        options = dict(zip(choices, chosen, strict=True))
+            encoded = [self._option(site, batch, codec, bits) for codec, bits in site.candidates]
+            options[site] = [*encoded, self._exact(site, batch)]
+        return Choices(batch, fixed, binary, options)
+
+    def under(self, choices: Choices, limit_bytes: float) -> Plan:
+        """The plan under a limit; it is not remembered."""
+        offered = choices.options
+        chosen = self._allocate(list(offered.values()), limit_bytes - choices.fixed_bytes)
         return Plan(
-            batch,
-            options,
-            fixed + sum(option.nbytes for option in chosen),
+            choices.batch,
+            dict(zip(offered, chosen, strict=True)),
+            choices.fixed_bytes + sum(option.nbytes for option in chosen),
             math.sqrt(sum(option.cost for option in chosen)) if chosen else math.nan,
+            choices.binary_elements,
         )
 
     def _option(self, site: SaveSite, batch: Batch, codec: Any, bits: int) -> Option:
@@ -163,6 +216,21 @@ class Planner:
             if site.keep is not None:
                 nbytes = min(nbytes, STATE_BYTES)
         return nbytes * site.probed.uses + _witness_bytes(site)
+
+
+def _elements(site: SaveSite, batch: Batch) -> int:
+    """Elements that a site stores in one forward pass of the batch."""
+    assert site.probed is not None
+    return site.probed.predict(batch)[0] * site.probed.uses
+
+
+def _takes_a_plane(site: SaveSite, batch: Batch) -> bool:
+    """Whether a site's two-valued tensors are stored at a bit an element."""
+    assert site.probed is not None
+    numel, _ = site.probed.predict(batch)
+    drawn = site.keep is not None and numel >= SMALLEST_ELEMENTS
+    large = numel * site.dtype.itemsize >= SMALLEST_BYTES
+    return large and site.two_valued and not drawn and not site.derived
 
 
 def _witness_bytes(site: SaveSite) -> int:

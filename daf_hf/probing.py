@@ -117,12 +117,16 @@ class _Pass(ABC):
     """A forward pass under hooks that see each saved tensor once, with its site.
 
     Parameters, their low-precision copies and tensors that are not understood stay out of it.
+
+    Attributes:
+        nbytes: unique bytes of what was seen.
+        copied_bytes: of the low-precision copies.
     """
 
     def __init__(self, compressor: Compressor, inputs: Inputs) -> None:
         self.compressor = compressor
         self.rows = Rows(inputs) if compressor.config.skip_padding else None
-        self.nbytes = 0
+        self.nbytes = self.copied_bytes = 0
         self._storages: dict[int, StorageWeakRef] = {}
         self._known: dict[tuple[Any, ...], Any] = {}
 
@@ -142,14 +146,14 @@ class _Pass(ABC):
         if not is_ordinary(tensor):
             return tensor.detach()
         storage = tensor.untyped_storage()
-        if compressor.is_parameter(tensor, storage) or compressor.recast_of(tensor) is not None:
+        if compressor.is_parameter(tensor, storage):
+            return tensor.detach()
+        if compressor.recast_of(tensor) is not None:
+            self.copied_bytes += self._first_seen(storage)
             return tensor.detach()
         site = compressor.tracker.site(sys._getframe(1), type(tensor.grad_fn))
         site.shape, site.dtype = tensor.shape, tensor.dtype
-        if storage._cdata not in self._storages:
-            # While the weak reference lives, no other storage can have the same address.
-            self._storages[storage._cdata] = StorageWeakRef(storage)
-            self.nbytes += storage.nbytes()
+        self.nbytes += self._first_seen(storage)
         shape, stride = tensor.shape, tensor.stride()
         extent, column, whole = geometry(shape, stride)
         version = -1 if tensor.is_inference() else tensor._version
@@ -178,6 +182,14 @@ class _Pass(ABC):
         if self.rows is None or probed is None or not item.flat.numel():
             return None
         return self.rows.of(live, item.shape, item.stride, probed.roles)
+
+    def _first_seen(self, storage: torch.UntypedStorage) -> int:
+        """Bytes of a storage that was not seen before in this pass, else 0."""
+        if storage._cdata in self._storages:
+            return 0
+        # While the weak reference lives, no other storage can have the same address.
+        self._storages[storage._cdata] = StorageWeakRef(storage)
+        return storage.nbytes()
 
     @abstractmethod
     def _first(self, item: Item, tensor: Tensor) -> Any:

@@ -21,8 +21,9 @@ from torch import nn
 from .accounting import MemoryReport, ResidentPeak, SiteReport
 from .arena import PAGE_COST
 from .batches import Inputs, signature
+from .budgets import BudgetSweep, probe_room
 from .calibration import Calibration, CalibrationError, NothingToMeasureError
-from .config import DAFConfig
+from .config import RECOMMENDED, DAFConfig
 from .host_memory import short_lived_blocks, trim_heap, tune_malloc
 from .planning import Plan, Planner
 from .rows import Rows
@@ -62,12 +63,7 @@ class Session:
     """
 
     def __init__(self, model: nn.Module, config: DAFConfig) -> None:
-        if not any(p.requires_grad for p in model.parameters()):
-            raise ValueError(
-                "the model has no parameter with requires_grad=True: nothing is saved for "
-                "backward, so there is nothing to compress. Add an adapter (peft.get_peft_model) "
-                "or unfreeze parameters first."
-            )
+        require_trained(model)
         self.config = config
         self.compressor = Compressor(model, config)
         self.planner = Planner(self.compressor)
@@ -78,6 +74,8 @@ class Session:
         self._restore: Callable[[], None] | None = None
         self._calibrated_at: int | None = None
         self._calibration_failed = False
+        self._calibration_needs = 0.0
+        self._judged = False
         self._steps_here = 0
         touch_weights(model)
         self._resident = ResidentPeak()
@@ -133,6 +131,8 @@ class Session:
         """Calibrate if it is due, plan, and enter the hooks' scope."""
         compressor = self.compressor
         current = _Pass()
+        if self.config.budget_mb == RECOMMENDED and math.isinf(compressor.arena.limit_bytes):
+            self._take_recommended(original, inputs)
         if math.isinf(compressor.arena.limit_bytes):
             self._unlearnt = None
             compressor.learn_parameters()
@@ -146,6 +146,7 @@ class Session:
             compressor.rows = rows if self.config.skip_padding else None
             current.key = signature(inputs)
             current.plan = self.planner.plan(current.key, rows.batch)
+            self._judge(current)
             self.planner.apply(current.plan)
             arena = compressor.arena
             current.held, current.demoted = arena.held_bytes, arena.demoted_pages
@@ -200,13 +201,17 @@ class Session:
             or (bool(self.compressor.unplanned) and not self._calibration_failed)
         )
 
-    def _calibrate(self, original: Callable[..., Any], inputs: Inputs) -> None:
+    def _calibrate(
+        self, original: Callable[..., Any], inputs: Inputs, limit_bytes: float | None = None
+    ) -> None:
+        """Measure importances, holding at most so many bytes (the budget where None)."""
         self.compressor.release_idle()  # what is kept exactly for the probe needs the room
         began = perf_counter()
         logger.info("daf_hf: calibrating at step %d", self.step)
+        calibration = Calibration(self.compressor, original, inputs, limit_bytes)
         try:
             with short_lived_blocks():
-                Calibration(self.compressor, original, inputs).run()
+                calibration.run()
         except NothingToMeasureError:
             return  # the next forward pass may be the one that trains
         except CalibrationError as error:
@@ -217,11 +222,42 @@ class Session:
             self._calibration_failed = True
         else:
             self._calibration_failed = False
+            self._calibration_needs = calibration.least_bytes
             logger.info("daf_hf: calibrated in %.1f s", perf_counter() - began)
         finally:
             self.compressor.unplanned.clear()
         self._calibrated_at = self.step
         self.planner.learn_candidates(Rows(inputs).batch)
+
+    def _take_recommended(self, original: Callable[..., Any], inputs: Inputs) -> None:
+        """Let a calibration choose the budget; none is taken where nothing can be measured yet.
+
+        Raises:
+            RuntimeError: when the calibration failed.
+        """
+        compressor = self.compressor
+        began = perf_counter()
+        compressor.begin_forward()
+        if self._calibrated_at is None:
+            self._calibrate(original, inputs, probe_room(compressor.device))
+        if self._calibration_failed and not compressor.placement.calibrated:
+            raise RuntimeError(
+                f"budget_mb={RECOMMENDED!r}: nothing could be measured (the warning before this "
+                "says why). Use a number of MB, or shorter sequences."
+            )
+        if compressor.placement.calibrated:
+            sweep = BudgetSweep(self.planner, signature(inputs), Rows(inputs).batch)
+            compressor.set_limit(sweep.recommend(self._calibration_needs))
+            self.planner.forget()
+        compressor.ledger.planning_seconds += perf_counter() - began
+
+    def _judge(self, first: _Pass) -> None:
+        """Once in a run, with its first plan: warn of a harmful error."""
+        measured = self.compressor.placement.calibrated and self.config.importance == "gradient"
+        if measured and first.plan is not None and not self._judged:
+            self._judged = True
+            sweep = BudgetSweep(self.planner, first.key, first.plan.batch)
+            sweep.warn_of(first.plan, self.compressor.arena.limit_bytes, self._calibration_needs)
 
     # Steps and budget --------------------------------------------------------------------------
 
@@ -243,14 +279,15 @@ class Session:
         A budget below what the last plan needs at the least is raised to that, with a warning.
 
         Raises:
-            ValueError: when it is not a positive number.
+            ValueError: when it is neither a positive number nor ``"recommended"``, which the next
+                forward pass then puts a number to.
         """
         self.config = self.config.with_budget(budget_mb)
         limit, least = self.config.budget_bytes, self.planner.least_bytes
         if self._steps_here and limit < least:
             logger.warning(
                 "daf_hf: budget_mb=%g is below the least that would do; using %.2f",
-                self.config.budget_mb,
+                limit / 1e6,
                 least / 1e6,
             )
             limit = least
@@ -365,6 +402,20 @@ def _wrap_forward(model: nn.Module, session: weakref.ref[Session]) -> Callable[[
 
     model.forward = wrapped
     return restore
+
+
+def require_trained(model: nn.Module) -> None:
+    """See that there is something to train.
+
+    Raises:
+        ValueError: when no parameter of the model requires a gradient.
+    """
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(
+            "the model has no parameter with requires_grad=True: nothing is saved for "
+            "backward, so there is nothing to compress. Add an adapter (peft.get_peft_model) "
+            "or unfreeze parameters first."
+        )
 
 
 def touch_weights(model: nn.Module) -> None:

@@ -91,6 +91,18 @@ def test_without_a_budget_training_is_the_same_bit_for_bit(tmp_path, plain):
     assert clean(trainer)
 
 
+def test_trains_within_the_recommended_budget(tmp_path):
+    callback = DAFCallback(budget_mb="recommended")
+    trainer = trainer_of(tmp_path, [callback])
+    trainer.train()
+    budget = callback.report.budget_bytes
+    assert 0 < callback.report.held_bytes_peak <= budget < math.inf
+    logged = [log["daf/budget_mb"] for log in trainer.state.log_history if "daf/budget_mb" in log]
+    assert set(logged) == {budget / MB}
+    assert DAFConfig.from_dict(callback.config.to_dict()) == callback.config
+    assert clean(trainer)
+
+
 def test_trains_within_the_budget(tmp_path):
     callback = DAFCallback(budget_mb=0.3, calibrate_at=(0, 2))
     trainer = trainer_of(tmp_path, [callback])

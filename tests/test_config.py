@@ -126,6 +126,12 @@ def test_budget_may_be_text(text):
     assert DAFConfig(budget_mb=text).budget_mb == float(text)
 
 
+def test_budget_may_be_left_to_the_first_calibration():
+    config = DAFConfig(budget_mb="Recommended")
+    assert config.budget_mb == "recommended" and config.budget_bytes == math.inf
+    assert DAFConfig.from_dict(config.to_dict()) == config
+
+
 def test_budget_is_in_millions_of_bytes():
     assert DAFConfig(budget_mb=1.5).budget_bytes == 1_500_000
 

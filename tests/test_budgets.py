@@ -1,0 +1,159 @@
+"""What budgets are recommended, and which are warned of."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import batch, build, compressed, gradients, hooks_on_stack
+
+import daf_hf
+from daf_hf import BudgetError, DAFConfig, budgets
+from daf_hf.batches import batch_of, signature
+from daf_hf.budgets import HARMFUL_ERROR, RECOMMENDED_ERROR, BudgetSweep, round_up
+
+
+@given(st.integers(1, 10**13))
+def test_round_up_keeps_three_digits(nbytes):
+    rounded = round_up(nbytes)
+    assert nbytes <= rounded <= 1.01 * nbytes + 1
+    assert len(str(rounded).rstrip("0")) <= 3
+
+
+def sweep_of(name="bert"):
+    model, inputs = build(name), batch(name)
+    daf, _ = compressed(model, 0.5)
+    gradients(model, inputs, daf)
+    given = ((), inputs)
+    return BudgetSweep(daf._session.planner, signature(given), batch_of(given))
+
+
+def test_a_sweep_goes_from_the_fewest_bits_to_exactness():
+    sweep = sweep_of()
+    assert 0 < sweep.least_bytes < sweep.exact_bytes
+    assert sweep.at(0).nbytes == sweep.at(sweep.least_bytes).nbytes == sweep.least_bytes
+    exact = sweep.at(sweep.exact_bytes)
+    assert exact.error == 0 and exact.nbytes == sweep.exact_bytes
+    assert exact.mean_bits == 1  # of dropout's masks
+    assert 0 < sweep.at(0).mean_bits < 1
+
+
+@pytest.mark.parametrize("error", [0.01, 0.1, 0.25])
+def test_the_budget_for_an_error_is_the_least(error):
+    sweep = sweep_of()
+    budget = sweep.budget_for(error)
+    assert sweep.at(budget).error <= error < sweep.at(0.97 * budget).error
+
+
+def test_the_budget_for_any_error_and_for_none():
+    sweep = sweep_of()
+    assert sweep.budget_for(math.inf) == round_up(sweep.least_bytes)
+    assert sweep.at(sweep.budget_for(0)).error == 0
+
+
+def test_a_recommended_budget_leaves_room_to_calibrate():
+    sweep = sweep_of()
+    assert sweep.recommended(0) == sweep.budget_for(RECOMMENDED_ERROR)
+    assert sweep.recommended(sweep.exact_bytes) == round_up(sweep.exact_bytes)
+
+
+# budget_mb="recommended" -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["roberta", "gpt2", "llama"])
+def test_training_takes_what_plan_recommends(name, caplog):
+    model, inputs = build(name), batch(name)
+    torch.manual_seed(1)
+    found = daf_hf.plan(model, inputs)
+    daf, compressor = compressed(model, "recommended")
+    with caplog.at_level(logging.INFO, "daf_hf"):
+        gradients(model, inputs, daf, seed=1)
+    assert daf.report.budget_bytes == compressor.arena.limit_bytes == found.recommended_bytes
+    assert 0 < daf.report.held_bytes_peak <= found.recommended_bytes
+    assert 0 < daf.report.predicted_gradient_error <= RECOMMENDED_ERROR
+    assert f"budget_mb='recommended' is {found.recommended_mb:g}" in caplog.text
+    gradients(model, inputs, daf)  # the same options again, and the same budget
+    assert daf.report.budget_bytes == found.recommended_bytes
+
+
+def test_the_recommended_may_be_asked_for_later(bert_model, bert_batch):
+    daf, compressor = compressed(bert_model, math.inf)
+    gradients(bert_model, bert_batch, daf)
+    daf.set_budget("recommended")
+    gradients(bert_model, bert_batch, daf)
+    chosen = compressor.arena.limit_bytes
+    daf.set_budget(2 * chosen / 1e6)
+    gradients(bert_model, bert_batch, daf)
+    assert compressor.arena.limit_bytes == 2 * chosen
+    daf.set_budget("recommended")
+    gradients(bert_model, bert_batch, daf)
+    assert compressor.arena.limit_bytes == chosen
+
+
+def test_a_pass_that_trains_nothing_chooses_nothing(bert_model, bert_batch):
+    class Reads(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = bert_model
+
+        def forward(self, frozen=False, **inputs):
+            outputs = self.inner(**inputs)
+            return {"loss": outputs["loss"].detach() if frozen else outputs["loss"]}
+
+    model = Reads()
+    daf, compressor = compressed(model, "recommended")
+    with daf:
+        model(frozen=True, **bert_batch)
+    assert math.isinf(compressor.arena.limit_bytes)
+    gradients(model, bert_batch, daf)
+    assert math.isfinite(compressor.arena.limit_bytes)
+
+
+def test_what_cannot_be_measured_is_no_ground_for_a_budget(bert_model, bert_batch, monkeypatch):
+    monkeypatch.setattr(budgets, "FREE_SHARE", 1e-12)
+    daf, _ = compressed(bert_model, "recommended")
+    with pytest.raises(RuntimeError, match=r"budget_mb='recommended'.*Use a number"), daf:
+        bert_model(**bert_batch)
+    assert hooks_on_stack() is None
+
+
+@pytest.mark.parametrize(
+    "options", [{"importance": "error"}, {"calibrate_at": ()}], ids=lambda options: str(options)
+)
+def test_options_that_measure_no_error_recommend_none(options):
+    with pytest.raises(ValueError, match=r"(importance|calibrate_at)=.*'recommended'.*use"):
+        DAFConfig(budget_mb="recommended", **options)
+
+
+# The warning -------------------------------------------------------------------------------------
+
+
+def warnings_of(budget_mb, caplog, **options):
+    caplog.clear()
+    model, inputs = build("bert"), batch("bert")
+    daf, _ = compressed(model, budget_mb, **options)
+    with caplog.at_level(logging.WARNING, "daf_hf"):
+        for seed in (1, 2):
+            gradients(model, inputs, daf, seed)
+            daf.step()
+    return [r.getMessage() for r in caplog.records if "predicted gradient error" in r.getMessage()]
+
+
+def test_a_harmful_budget_is_warned_of_once(caplog):
+    least = sweep_of().least_bytes / 1e6
+    (warning,) = warnings_of(1.02 * least, caplog)
+    assert f"above {HARMFUL_ERROR:g}" in warning and "daf-hf plan" in warning
+    (better,) = re.findall(r"budget_mb=([\d.]+) would", warning)
+    assert warnings_of(float(better), caplog) == []
+    assert warnings_of(1.02 * least, caplog, importance="error") == []
+
+
+def test_a_budget_that_cannot_be_met_is_refused_without_a_warning(caplog):
+    with pytest.raises(BudgetError):
+        warnings_of(0.8 * sweep_of().least_bytes / 1e6, caplog)
+    assert "accuracy" not in caplog.text
