@@ -6,8 +6,9 @@ Entry points:
 - ``attach(trainer, budget_mb=300)``: the same, covering losses outside the model too.
 - ``compress_activations(model, budget_mb=300)``: a context manager for plain loops.
 
-``DAFConfig`` holds the options, ``MemoryReport`` what came of them; ``register_importance`` adds an
-importance metric, and ``BudgetError`` is raised for a budget that cannot be met.
+``DAFConfig`` holds the options, ``MemoryReport`` what came of them; ``register_importance`` and
+``register_allocator`` add an importance metric or an allocator, and ``BudgetError`` is raised for a
+budget that cannot be met.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
 from .accounting import MemoryReport
+from .allocation import register_allocator
 from .config import DAFConfig
 from .importance import register_importance
 from .loops import compress_activations
@@ -32,6 +34,7 @@ __all__ = [
     "__version__",
     "attach",
     "compress_activations",
+    "register_allocator",
     "register_importance",
 ]
 

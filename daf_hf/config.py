@@ -16,7 +16,6 @@ from typing import Any
 
 import yaml
 
-ALLOCATORS = ("greedy", "uniform")
 BACKENDS = ("auto", "reference", "cpu", "triton", "cuda")
 PACKING = ("device", "host", "auto")
 OVERFLOW = ("error", "spill")
@@ -47,10 +46,16 @@ class DAFConfig:
     )
     importance: str | Callable[..., float] = _option(
         "gradient",
-        "Importance metric: 'gradient', 'error', 'magnitude', a registered name, "
-        "'package.module:object', or a callable (site, probe) -> float.",
+        "Importance metric: 'gradient', 'error', 'magnitude', 'variance', 'actnn', 'gact', another "
+        "registered name, 'package.module:object', 'path/to/file.py:object', or a callable "
+        "(site, probe) -> float.",
     )
-    allocator: str = _option("greedy", "How bits are shared out: 'greedy' or 'uniform'.")
+    allocator: str | Callable[..., Any] = _option(
+        "greedy",
+        "How bits are shared out: 'greedy', 'uniform', 'fixed8', 'actnn', 'gact', 'exact', another "
+        "registered name, 'package.module:object', 'path/to/file.py:object', or a callable "
+        "(sites, budget) -> list of options.",
+    )
     backend: str = _option(
         "auto",
         "Kernels: 'auto', 'reference' (plain torch), 'cpu' (native), 'triton' or 'cuda' (GPUs).",
@@ -90,17 +95,17 @@ class DAFConfig:
         put(self, "exclude", _patterns("exclude", self.exclude))
         if not self.include:
             raise ValueError("include=(): use at least one module pattern, or '*' for all")
-        _choice("allocator", self.allocator, ALLOCATORS)
         _choice("backend", self.backend, BACKENDS)
         _choice("packing", self.packing, PACKING)
         _choice("on_overflow", self.on_overflow, OVERFLOW)
         for name, least in (("calibration_batch", 1), ("recalibrate_every", 0), ("seed", 0)):
             put(self, name, _integer(name, getattr(self, name), least))
-        from .importance import (
-            resolve_importance,  # here: importance.py knows the config
-        )
+        # Here, as these know the config.
+        from .allocation import resolve_allocator
+        from .importance import resolve_importance
 
         resolve_importance(self.importance)
+        resolve_allocator(self.allocator)
 
     def _bits(self) -> tuple[int, ...]:
         bits = _integers("bits", self.bits, 0)
@@ -177,7 +182,7 @@ class DAFConfig:
         return cls.from_dict({**config.to_dict(), **options})
 
     def to_dict(self) -> dict[str, Any]:
-        """The options by name (``importance`` as it was given)."""
+        """The options by name (``importance`` and ``allocator`` as they were given)."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
 

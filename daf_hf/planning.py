@@ -7,7 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from .allocation import ALLOCATORS, Option, lower_hull
+from .allocation import Option, allocate, lower_hull
 from .arena import PAGE_COST
 from .codecs import BINARY
 from .expressions import WITNESSES
@@ -48,7 +48,6 @@ class Planner:
     def __init__(self, compressor: Compressor) -> None:
         self.compressor = compressor
         self.least_bytes = 0
-        self._allocate = ALLOCATORS[compressor.config.allocator]
         self._plans: OrderedDict[Any, Plan] = OrderedDict()
         self._corrections: dict[Any, int] = {}
         self._forwards = 0
@@ -126,7 +125,7 @@ class Planner:
             options = [self._option(site, batch, codec, bits) for codec, bits in site.candidates]
             choices[site] = [*options, self._exact(site, batch)]
         budget = self.compressor.arena.limit_bytes / self._overlap - fixed
-        chosen = self._allocate(list(choices.values()), budget)
+        chosen = allocate(self.compressor.config.allocator, list(choices.values()), budget)
         self.least_bytes = fixed + sum(min(o.nbytes for o in c) for c in choices.values())
         options = dict(zip(choices, chosen, strict=True))
         return Plan(
@@ -144,13 +143,13 @@ class Planner:
         costs = [site.importance * d for d in site.distortions[codec]]
         costs[0] = max(costs[0], site.error_at_zero or 0.0)
         nbytes = pages * PAGE_COST * site.probed.uses + _witness_bytes(site)
-        return Option(nbytes, costs[bits], codec, bits, tuple(costs))
+        return Option(nbytes, costs[bits], codec, bits, tuple(costs), site.importance)
 
     def _exact(self, site: SaveSite, batch: Batch) -> Option:
-        assert site.probed is not None
+        assert site.probed is not None and site.importance is not None
         numel, _ = site.probed.predict(batch)
-        nbytes = numel * site.dtype.itemsize * site.probed.uses
-        return Option(nbytes + _witness_bytes(site), 0.0, None, None)
+        nbytes = numel * site.dtype.itemsize * site.probed.uses + _witness_bytes(site)
+        return Option(nbytes, 0.0, None, None, importance=site.importance)
 
     def _fixed_bytes(self, site: SaveSite, batch: Batch) -> int:
         assert site.probed is not None
