@@ -99,7 +99,7 @@ def best_gain_first(nbytes: Floats, costs: Floats, budget: float) -> Integers:
         return relaxed
     room -= spent[fitting - 1] if fitting else 0.0
     price = edges.slopes[fitting]
-    bound = costs[each, relaxed].sum() - price * room
+    bound = max(costs[each, relaxed].sum() - price * room, 0.0)  # but for rounding it is
     plan = _fill(nbytes, relaxed, edges.take(slice(fitting, None)), room)
     gap = costs[each, plan].sum() - bound
     if gap <= CLOSE * bound:
@@ -135,11 +135,11 @@ def _search_core(
 ) -> Integers | None:
     """A plan that is less than ``gap`` above the lower bound, by dynamic programming.
 
-    At ``price`` per byte, each point has a regret: what it costs more, its bytes paid for, than
-    the row's point in ``relaxed``. A plan's cost is the lower bound, plus its regrets, plus what
+    At ``price`` a byte, each point has a regret: what it costs more, its bytes paid for, than the
+    row's point in ``relaxed``. A plan's cost is the lower bound, plus its regrets, plus what
     its unused room was worth. So no point with a regret of ``gap`` or more is in a better plan, and
-    few rows have any other left. These are gone through, those with the least regrets first; of
-    partial plans with about the same bytes only the best is kept, :data:`STATES` in all.
+    few rows have any other left. These are gone through, those with the least regrets first; where
+    there are more than :data:`STATES` partial plans, the best of about the same bytes are kept.
 
     Args:
         nbytes: of the points.
@@ -155,9 +155,7 @@ def _search_core(
     """
     each = np.arange(len(nbytes))
     extra = nbytes - nbytes[each, relaxed][:, None]
-    with np.errstate(invalid="ignore"):
-        regret = costs - costs[each, relaxed][:, None] + price * extra
-    regret = np.where(np.isfinite(extra), np.maximum(regret, 0.0), np.inf)
+    regret = np.maximum(costs - costs[each, relaxed][:, None] + price * extra, 0.0)
     open_ = np.flatnonzero((regret < gap).sum(1) > 1)
     open_ = open_[np.argsort(np.partition(regret[open_], 1, axis=1)[:, 1], kind="stable")]
     spent, regrets = np.zeros(1), np.zeros(1)
@@ -178,20 +176,30 @@ def _search_core(
                 break
     if best is None:
         return None
-    plan, (length, state) = relaxed.copy(), best
-    for row, (parents, points) in zip(open_[:length][::-1], trace[:length][::-1], strict=True):
+    length, state = best
+    return _traced(relaxed, list(zip(open_, trace, strict=False))[:length], state)
+
+
+def _traced(
+    relaxed: Integers, trace: list[tuple[int, tuple[Integers, Integers]]], state: int
+) -> Integers:
+    """The plan that a state stands for, by each row's (parents of states, their points)."""
+    plan = relaxed.copy()
+    for row, (parents, points) in reversed(trace):
         plan[row] = points[state]
         state = parents[state]
     return plan
 
 
 def _best_by_bytes(spent: Floats, regrets: Floats, gap: float) -> Integers:
-    """Of partial plans with about the same bytes the one with the least regrets."""
+    """Those worth keeping: of too many, the least regrets at about the same bytes."""
     order = np.flatnonzero(regrets < gap)
+    if len(order) <= STATES:
+        return order
     order = order[np.argsort(regrets[order], kind="stable")]
     kept = spent[order]
     low, high = kept.min(), kept.max()
-    share = (kept - low) * (STATES / (high - low)) if high > low else np.zeros(len(kept))
+    share = (kept - low) * (STATES / max(high - low, 1.0))
     return order[np.unique(share.astype(np.int64), return_index=True)[1]]
 
 
