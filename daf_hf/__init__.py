@@ -8,9 +8,9 @@ Entry points:
 - ``plan(model, batch)``: what budgets would do, before training.
 
 ``DAFConfig`` holds the options, ``MemoryReport`` what came of them, ``BudgetPlan`` what ``plan``
-found; ``register_importance`` adds an importance metric, and ``BudgetError`` is raised for a budget
-that cannot be met. ``codebook_from_samples`` and ``codebook_from_levels`` make a codebook of your
-own, and ``register_codebook`` gives it a name.
+found; ``register_importance`` and ``register_allocator`` add an importance metric or an allocator,
+and ``BudgetError`` is raised for a budget that cannot be met. ``codebook_from_samples`` and
+``codebook_from_levels`` make a codebook of your own, and ``register_codebook`` gives it a name.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
 from .accounting import MemoryReport
+from .allocation import register_allocator
 from .budget_plan import BudgetPlan
 from .codecs import codebook_from_levels, register_codebook
 from .config import DAFConfig
@@ -43,6 +44,7 @@ __all__ = [
     "codebook_from_samples",
     "compress_activations",
     "plan",
+    "register_allocator",
     "register_codebook",
     "register_importance",
 ]

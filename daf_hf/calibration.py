@@ -26,6 +26,7 @@ from .codecs import Codec
 from .gauge import Gauge
 from .importance import resolve_importance
 from .probing import Graph, ProbeTooLargeError, Survey
+from .rounding import rounded_at_random
 from .saved_tensors import Compressor
 from .sites import DIM_CONSTANT, Batch, Live, Probed, SaveSite, dimension_roles
 
@@ -329,6 +330,27 @@ class Calibration:
         if any(item.restored is None for item in self._graph.items[site]):
             self.distortion(site)
         return self._change_of(site)
+
+    def elements(self, site: SaveSite) -> list[Tensor]:
+        """See :class:`daf_hf.importance.Probe`."""
+        assert self._graph is not None
+        return [item.flat.view(-1, item.cols) for item in self._graph.items[site]]
+
+    def output_gradient_norm(self, site: SaveSite) -> float:
+        """See :class:`daf_hf.importance.Probe`."""
+        assert self._graph is not None
+        return math.sqrt(squared_norm(self._graph.incoming(site)))
+
+    def rounded_gradient(self, site: SaveSite, bits: int, seed: int) -> list[Tensor | None]:
+        """See :class:`daf_hf.importance.Probe`."""
+        assert self._graph is not None
+        generator = torch.Generator().manual_seed(seed)
+        for item in self._graph.items[site]:
+            item.restored = rounded_at_random(item.flat, bits, generator)
+        try:
+            return self._graph.change(site, self._parameters)
+        finally:
+            self._graph.restore(site)
 
     def _error_at_zero(self, site: SaveSite) -> float:
         """The gradient error when every element is its unit's mean.

@@ -16,7 +16,6 @@ from typing import Any
 
 import yaml
 
-ALLOCATORS = ("greedy", "uniform")
 BACKENDS = ("auto", "reference", "cpu", "triton", "cuda")
 PACKING = ("device", "host", "auto")
 OVERFLOW = ("error", "spill")
@@ -49,8 +48,15 @@ class DAFConfig:
     )
     importance: str | Callable[..., float] = _option(
         "gradient",
-        "Importance metric: 'gradient', 'error', 'magnitude', a registered name, "
-        "'package.module:object', or a callable (site, probe) -> float.",
+        "Importance metric: 'gradient', 'error', 'magnitude', 'variance', 'actnn', 'gact', another "
+        "registered name, 'package.module:object', 'path/to/file.py:object', or a callable "
+        "(site, probe) -> float.",
+    )
+    allocator: str | Callable[..., Any] = _option(
+        "greedy",
+        "How bits are shared out: 'greedy', 'uniform', 'fixed8', 'actnn', 'gact', 'exact', another "
+        "registered name, 'package.module:object', 'path/to/file.py:object', or a callable "
+        "(sites, budget) -> list of options.",
     )
     codec: Any = _option(
         "auto",
@@ -59,7 +65,6 @@ class DAFConfig:
         "('package.module:object', 'path/to/file.py:object', an entry point, the object), or a "
         "list of these, from which the best is measured.",
     )
-    allocator: str = _option("greedy", "How bits are shared out: 'greedy' or 'uniform'.")
     backend: str = _option(
         "auto",
         "Kernels: 'auto', 'reference' (plain torch), 'cpu' (native), 'triton' or 'cuda' (GPUs).",
@@ -106,17 +111,18 @@ class DAFConfig:
             raise ValueError("include=(): use at least one module pattern, or '*' for all")
         if not isinstance(self.skip_padding, bool):
             raise ValueError(f"skip_padding={self.skip_padding!r}: use True or False")
-        _choice("allocator", self.allocator, ALLOCATORS)
         _choice("backend", self.backend, BACKENDS)
         _choice("packing", self.packing, PACKING)
         _choice("on_overflow", self.on_overflow, OVERFLOW)
         for name, least in (("calibration_batch", 1), ("recalibrate_every", 0), ("seed", 0)):
             put(self, name, _integer(name, getattr(self, name), least))
         # Here, because what they import knows the config.
+        from .allocation import resolve_allocator
         from .candidates import resolve_codecs
         from .importance import resolve_importance
 
         resolve_importance(self.importance)
+        resolve_allocator(self.allocator)
         if isinstance(self.codec, list):
             put(self, "codec", tuple(self.codec))
         resolve_codecs(self.codec)
@@ -212,7 +218,7 @@ class DAFConfig:
         return cls.from_dict({**config.to_dict(), **options})
 
     def to_dict(self) -> dict[str, Any]:
-        """The options by name (``importance`` and ``codec`` as they were given)."""
+        """The options by name (``importance``, ``allocator`` and ``codec`` as they were given)."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
 

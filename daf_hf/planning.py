@@ -7,7 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from .allocation import ALLOCATORS, Option, lower_hull
+from .allocation import Option, allocate, lower_hull
 from .arena import PAGE_COST
 from .codecs import BINARY
 from .dropout import SMALLEST_ELEMENTS
@@ -90,7 +90,6 @@ class Planner:
     def __init__(self, compressor: Compressor) -> None:
         self.compressor = compressor
         self.least_bytes = 0
-        self._allocate = ALLOCATORS[compressor.config.allocator]
         self._plans: OrderedDict[Any, Plan] = OrderedDict()
         self._corrections: dict[Any, int] = {}
         self._forwards = 0
@@ -180,7 +179,8 @@ class Planner:
     def under(self, choices: Choices, limit_bytes: float) -> Plan:
         """The plan under a limit; it is not remembered."""
         offered = choices.options
-        chosen = self._allocate(list(offered.values()), limit_bytes - choices.fixed_bytes)
+        budget = limit_bytes - choices.fixed_bytes
+        chosen = allocate(self.compressor.config.allocator, list(offered.values()), budget)
         return Plan(
             choices.batch,
             dict(zip(offered, chosen, strict=True)),
@@ -197,13 +197,13 @@ class Planner:
         costs = [site.importance * d for d in site.distortions[codec]]
         costs[0] = max(costs[0], site.error_at_zero or 0.0)
         nbytes = pages * PAGE_COST * site.probed.uses + _witness_bytes(site)
-        return Option(nbytes, costs[bits], codec, bits, tuple(costs))
+        return Option(nbytes, costs[bits], codec, bits, tuple(costs), site.importance)
 
     def _exact(self, site: SaveSite, batch: Batch) -> Option:
-        assert site.probed is not None
+        assert site.probed is not None and site.importance is not None
         numel, _ = site.probed.predict(batch, site.live)
         nbytes = numel * site.dtype.itemsize * site.probed.uses
-        return Option(nbytes + _witness_bytes(site), 0.0, None, None)
+        return Option(nbytes + _witness_bytes(site), 0.0, None, None, importance=site.importance)
 
     def _fixed_bytes(self, site: SaveSite, batch: Batch) -> int:
         assert site.probed is not None

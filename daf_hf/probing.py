@@ -333,6 +333,11 @@ class Graph(_Pass):
                 hook.remove()
         return self._reference
 
+    def incoming(self, site: SaveSite) -> list[Tensor | None]:
+        """What flowed into the readers of the site's items, and of what follows from them."""
+        readers = {node for i in self._derived_from(self.items[site]) for node in i.readers}
+        return [gradient for node in readers for gradient in self._incoming.get(node, ())]
+
     def restore(self, site: SaveSite) -> None:
         """Let the site's items, and what follows from them, be read as they are again."""
         for item in self._derived_from(self.items[site]):

@@ -188,19 +188,23 @@ class Watch:
     Args:
         site: where the tensor was saved whose gradient this is.
         pick: the rows that are read.
+        output: the tensor's number among its node's outputs.
     """
 
-    def __init__(self, site: SaveSite, pick: Pick) -> None:
+    def __init__(self, site: SaveSite, pick: Pick, output: int) -> None:
         self._site = site
         self._pick = pick
+        self._output = output
 
-    def __call__(self, gradient: Tensor) -> None:
-        """Raise where a gradient arrives at a row that was not stored.
+    def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """As a hook before the node that made the tensor: raise where a gradient arrives at a row that was not stored.
 
         Raises:
             RuntimeError: naming the site and the option.
         """
-        picked = self._pick()
+        picked, gradient = self._pick(), gradients[self._output]
+        if gradient is None:
+            return
         rows = gradient.reshape(len(picked), -1)
         if bool(rows[(~picked).to(rows.device)].any()):
             raise RuntimeError(

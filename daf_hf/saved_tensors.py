@@ -305,8 +305,8 @@ class Compressor:
         cols = columns(shape, geometry(shape, stride)[1], kept.numel())
         physical = self.placement.place(kept, cols, site, cdata, whole=False)
         pick = Pick(rows, site.live, shape, stride, probed.roles)
-        if site.watched and tensor.requires_grad and tensor.is_contiguous():
-            tensor.register_hook(Watch(site, pick))
+        if site.watched and tensor.grad_fn is not None and tensor.is_contiguous():
+            tensor.grad_fn.register_prehook(Watch(site, pick, tensor.output_nr))
         return LiveRows(site, physical, pick, self.placement.spread)
 
     def _take_witnesses(self, flat: Tensor, physical: Physical) -> None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import sys
 from functools import cache
 from importlib.metadata import entry_points
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+
+def offered(group: str) -> set[str]:
+    """The names of a group's entry points."""
+    return {point.name for point in entry_points(group=group)}
 
 
 def load_object(text: str, group: str) -> Any:
@@ -23,31 +30,27 @@ def load_object(text: str, group: str) -> Any:
         group: of the entry points.
 
     Raises:
-        LookupError: nothing is called so.
+        LookupError: no entry point is called so.
         Exception: whatever the import raises.
     """
     where, colon, name = text.rpartition(":")
     if not colon:
-        found = list(entry_points(group=group, name=text))
-        if not found:
-            raise LookupError(f"no entry point of the group {group!r} is called so")
-        return found[0].load()
+        for point in entry_points(group=group):
+            if point.name == text:
+                return point.load()
+        raise LookupError(f"no entry point of the group {group!r} is called so")
     if where.endswith(".py"):
         path = Path(where).resolve()
-        if not path.is_file():
-            raise LookupError(f"there is no file {path}")
         module = _module(path, path.stat().st_mtime_ns)
     else:
         module = importlib.import_module(where)
-    if not hasattr(module, name):
-        raise LookupError(f"{where} has no {name!r}")
-    return getattr(module, name)
+    return attrgetter(name)(module)
 
 
 @cache
 def _module(path: Path, changed: int) -> ModuleType:
     """The module in a file; ``changed`` tells its versions apart."""
-    name = f"_daf_hf_file_{path.stem}_{abs(hash((path, changed)))}"
+    name = f"_daf_hf_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

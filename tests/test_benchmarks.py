@@ -210,3 +210,10 @@ def test_another_device_is_refused(check, capsys, device):
     with pytest.raises(SystemExit):
         check.parse(["--device", device])
     assert f"--device {device}: use cpu, cuda, or cuda:INDEX" in capsys.readouterr().err
+
+
+def test_allocators_are_compared():
+    pytest.importorskip("scipy")
+    result = run("allocation.py", "--instances", 6, "--sites", 50, "--options", 5)
+    assert result.returncode == 0, result.stderr
+    assert "6 plans" in result.stdout and "50 sites of 5 options" in result.stdout

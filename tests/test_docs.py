@@ -56,7 +56,7 @@ def test_every_codec_is_explained(name):
 def test_the_example_of_a_metric_works(monkeypatch):
     section = CONFIGURATION.partition("## Importance metrics")[2].partition("\n## ")[0]
     (snippet,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    monkeypatch.setattr(importance, "_METRICS", dict(importance._METRICS))
+    monkeypatch.setattr(importance.METRICS, "_objects", dict(importance.METRICS._objects))
     names = {}
     exec(snippet, names)
     model = build("bert")

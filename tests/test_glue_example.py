@@ -385,6 +385,17 @@ def test_run_under_a_budget(script, tiny_model, tiny_glue, tmp_path):
     assert report["held_bytes_peak"] > 0
 
 
+def test_a_metric_from_a_file_of_the_users(script, tiny_model, tiny_glue, tmp_path):
+    """Named in a configuration file; the budget is large, but finite, for it to be asked."""
+    metric = write(tmp_path, "metrics.py", "def wide(site, probe):\n    return 7.0\n")
+    config = {"importance": f"{metric}:wide", "budget_mb": 1.0}
+    path = write(tmp_path, "daf.json", json.dumps(config))
+    extra = ("--daf_config", str(path), "--pad_to_max_length", "--max_seq_length", "32")
+    script.main(arguments(tiny_model, tiny_glue, tmp_path, "sst2", *extra))
+    report = json.loads((tmp_path / "daf_report.json").read_text())
+    assert {site["importance"] for site in report["sites"]} == {7.0, None}
+
+
 def test_an_infeasible_budget_ends_with_its_message(tiny_model, tiny_glue, tmp_path):
     command = arguments(tiny_model, tiny_glue, tmp_path, "sst2", "--budget_mb", "0.0001")
     run = subprocess.run(
