@@ -25,10 +25,12 @@ from .batches import Inputs, NothingToLearnError, batch_of, cut
 from .codecs import Codec
 from .gauge import Gauge
 from .importance import resolve_importance
-from .probing import Graph, ProbeTooLargeError, Survey
+from .liveness import find_live, find_watch
+from .probing import Graph, ProbeTooLargeError
 from .rounding import rounded_at_random
 from .saved_tensors import Compressor
 from .sites import DIM_CONSTANT, Batch, Live, Probed, SaveSite, dimension_roles
+from .survey import Survey
 
 PROBE_BITS = 2
 """Width at which importances are measured; it ranks sites at other widths too."""
@@ -257,16 +259,21 @@ class Calibration:
         if not self.compressor.config.skip_padding:
             return
         for site in graph.items:
+            site.watched = Live.ALL
             if site in self._nbytes:
-                graph.find_live(site, self._parameters)
+                find_live(graph, site, self._parameters)
         sites = [site for site in graph.items if site.live is not Live.ALL]
         if any(graph.items[site][0].picked is not None for site in sites):
-            watched = graph.find_watch()
-            for site in sites:
-                site.watched = site is watched
-                if watched is None:  # nobody would notice if it did not hold for a batch
+            watched = find_watch(graph)
+            if watched is None:  # nobody would notice if it did not hold for a batch
+                for site in sites:
                     site.alive.add(site.live)
                     site.live = Live.ALL
+            else:
+                # Zeros in its own rows would hide a gradient from it.
+                watched.watched, watched.live = watched.live, Live.ALL
+                for item in graph.items[watched]:
+                    item.picked = None
 
     def _value(self, site: SaveSite) -> float:
         """What the metric says of a site."""

@@ -19,7 +19,7 @@ from .saved_tensors import Compressor
 from .sites import SaveSite
 
 if TYPE_CHECKING:
-    from .probing import Item
+    from .watching import Item
 
 SAMPLE_ELEMENTS = 1 << 16
 SAMPLE_COLS = 512

@@ -183,11 +183,11 @@ class LiveRows(Physical):
 
 
 class Watch:
-    """Looks at a gradient's rows that were taken for zero.
+    """Looks at a gradient, whether it is zero in rows that other sites do not store.
 
     Args:
         site: where the tensor was saved whose gradient this is.
-        pick: the rows that are read.
+        pick: the rows in which it need not be.
         output: the tensor's number among its node's outputs.
     """
 
@@ -197,10 +197,11 @@ class Watch:
         self._output = output
 
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """As a hook before the node that made the tensor: raise where a gradient arrives at a row that was not stored.
+        """A hook before the node that made the tensor.
 
         Raises:
-            RuntimeError: naming the site and the option.
+            RuntimeError: a gradient arrives at a row that was not stored; names the site and the
+                option.
         """
         picked, gradient = self._pick(), gradients[self._output]
         if gradient is None:
@@ -208,12 +209,13 @@ class Watch:
         rows = gradient.reshape(len(picked), -1)
         if bool(rows[(~picked).to(rows.device)].any()):
             raise RuntimeError(
-                f"a gradient reaches rows of {self._site.name} that were not stored: calibration "
-                f"saw only those of {_WORDS[self._site.live]} read. skip_padding=False stores all."
+                f"at {self._site.name} a gradient reaches more than {_WORDS[self._pick.live]}, "
+                "which is all that calibration saw, and so other tokens' rows were not stored: "
+                "use skip_padding=False"
             )
 
 
-_WORDS = {Live.UNPADDED: "tokens that are not padding", Live.FIRST: "first tokens"}
+_WORDS = {Live.UNPADDED: "tokens that are not padding", Live.FIRST: "the first token"}
 
 
 def _padding(inputs: Inputs, shape: tuple[int, int]) -> Tensor | None:

@@ -247,6 +247,8 @@ class Compressor:
                 cols = columns(shape, column, extent)
                 physical = self.placement.place(flat, cols, site, cdata, whole)
             physical.saved = lease
+            if site.watched is not Live.ALL:
+                self._watch(tensor, site)
             if site.feeds and flat.numel():
                 self._take_witnesses(flat, physical)
             self._physicals[key] = weakref.ref(physical, self._forget(key))
@@ -303,11 +305,18 @@ class Compressor:
             return None
         kept = take(flat, picked)
         cols = columns(shape, geometry(shape, stride)[1], kept.numel())
-        physical = self.placement.place(kept, cols, site, cdata, whole=False)
+        physical = self.placement.place(kept, cols, site, cdata, False)
         pick = Pick(rows, site.live, shape, stride, probed.roles)
-        if site.watched and tensor.grad_fn is not None and tensor.is_contiguous():
-            tensor.grad_fn.register_prehook(Watch(site, pick, tensor.output_nr))
         return LiveRows(site, physical, pick, self.placement.spread)
+
+    def _watch(self, tensor: Tensor, site: SaveSite) -> None:
+        """Have the gradient looked at in the rows that other sites do not store."""
+        rows, probed, node = self.rows, site.probed, tensor.grad_fn
+        if rows is None or probed is None or node is None or not tensor.is_contiguous():
+            return
+        pick = Pick(rows, site.watched, tuple(tensor.shape), tensor.stride(), probed.roles)
+        if rows.of(*pick[1:]) is not None:
+            node.register_prehook(Watch(site, pick, tensor.output_nr))
 
     def _take_witnesses(self, flat: Tensor, physical: Physical) -> None:
         """Note a few elements exactly, for what is derived from them; they count as held."""

@@ -84,7 +84,8 @@ class SaveSite:
         doubted: a step could not confirm that; it is stored from then on.
         live: of which tokens the rows are stored.
         alive: kinds of tokens that calibration found not to be all that is read.
-        watched: the gradient's rows that ``live`` takes for zero are looked at in each step.
+        watched: in each step the gradient is looked at, whether it is zero but for the rows of
+            these tokens.
         known: it was there at the last calibration.
         option: what the current plan chose; None for sites that need no choice.
         placed: codec and bits with which the last tensor was stored; or a word for how it was
@@ -110,7 +111,7 @@ class SaveSite:
     doubted: bool = False
     live: Live = Live.ALL
     alive: set[Live] = field(default_factory=set)
-    watched: bool = False
+    watched: Live = Live.ALL
     known: bool = False
     option: Option | None = None
     placed: tuple[Codec, int] | tuple[str, None] = ("exact", None)

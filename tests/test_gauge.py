@@ -10,9 +10,9 @@ from daf_hf import DAFConfig
 from daf_hf.codecs import GELU, Codec
 from daf_hf.gauge import FITTED_BEST, FITTED_ELEMENTS, Gauge
 from daf_hf.kernels.format import Granularity
-from daf_hf.probing import Item
 from daf_hf.saved_tensors import Compressor
 from daf_hf.sites import SaveSite
+from daf_hf.watching import Item
 
 
 def gauge(codec="auto"):

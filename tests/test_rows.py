@@ -155,7 +155,7 @@ def test_a_last_layer_keeps_the_first_token_alone():
         gradients(model, batch("bert"))
         first = sites(daf, Live.FIRST)
     layers = sorted({name.split("encoder.layer.")[1][0] for name in first if "layer." in name})
-    assert len(first) >= 4
+    assert len(first) >= 3
     assert len(layers) == 1
 
 
@@ -220,7 +220,9 @@ def test_a_model_that_changes_its_mind_is_stopped():
         assert sites(daf, Live.UNPADDED)
         model.all = True
         loss = model(**data)["loss"]
-        with pytest.raises(RuntimeError, match=r"skip_padding=False stores all"):
+        with pytest.raises(
+            RuntimeError, match=r"more than tokens that are not padding.*skip_padding=False"
+        ):
             loss.backward()
     with compressed(model, skip_padding=False):
         model(**data)["loss"].backward()

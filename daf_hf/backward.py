@@ -1,0 +1,69 @@
+"""Running parts of a backward pass, and what their differences come to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+PassedOn = tuple[Any, int, "Tensor | None"]
+"""To which node, as the gradient of which of its outputs, and what."""
+
+
+def differences_between(a: list[PassedOn], b: list[PassedOn]) -> list[tuple[Any, int, Tensor]]:
+    """What is passed on otherwise, and by how much."""
+    return [
+        (function, index, x - y)
+        for (function, index, x), (_, _, y) in zip(a, b, strict=True)
+        if not (function is None or x is None or y is None or torch.equal(x, y))
+    ]
+
+
+def below(
+    differences: list[tuple[Any, int, Tensor]], parameters: list[nn.Parameter]
+) -> list[Tensor | None]:
+    """What such differences change of the parameters' gradients."""
+    changes: dict[Any, Tensor] = {}
+    edges: dict[GradientEdge, Tensor] = {}
+    for function, index, difference in differences:
+        # The engine reduces what a broadcast passes on, and casts it.
+        metadata = function._input_metadata[index]
+        delta = difference.sum_to_size(metadata.shape).to(metadata.dtype)
+        leaf = getattr(function, "variable", None)
+        target, key = (edges, GradientEdge(function, index)) if leaf is None else (changes, leaf)
+        target[key] = target[key] + delta if key in target else delta
+    found: list[Tensor | None] = [None] * len(parameters)
+    if edges:
+        found = gradients_of(list(edges), parameters, list(edges.values()))
+    return [
+        _sum(gradient, changes.get(parameter))
+        for gradient, parameter in zip(found, parameters, strict=True)
+    ]
+
+
+def gradients_of(
+    outputs: Any,
+    parameters: Sequence[Any],
+    incoming: list[Tensor] | None,
+) -> list[Tensor | None]:
+    return list(
+        torch.autograd.grad(
+            outputs, parameters, grad_outputs=incoming, retain_graph=True, allow_unused=True
+        )
+    )
+
+
+def outgoing(node: Any, incoming: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """What a node alone passes on."""
+    with torch.no_grad():
+        passed = node(*incoming)
+    return passed if isinstance(passed, tuple) else (passed,)
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b
