@@ -107,24 +107,16 @@ def _weighted(kinds: Iterable[list[str]], measured: Gradients, exact: Gradients)
 
 def calibrate(daf: compress_activations, model: nn.Module, batch: dict[str, Tensor]) -> Choices:
     """Measure importances on a batch, and collect the options that the allocator is given."""
-    session, found = daf._session, []
-    allocate = session.planner._allocate
-
-    def recording(options: Sequence[Sequence[Option]], budget: float) -> list[Option]:
-        found[:] = [options, budget]
-        return allocate(options, budget)
-
-    session.planner._allocate = recording
+    session = daf._session
     gradients(model, batch)
-    plan = session.last_plan
-    if plan is None or not found or not found[0]:
+    last = session._last_pass
+    if last is None or last.plan is None or not last.plan.options:
         raise SystemExit("nothing was measured: the calibration's warning says why")
-    options = dict(zip(plan.options, map(list, found[0]), strict=True))
-    sizes = {site: site.nbytes for site in options}
+    choices = session.planner.choices(last.key, last.plan.batch)
+    sizes = {site: site.nbytes for site in choices.options}
     average = sum(sizes.values()) / len(sizes)
     large = [site for site, size in sizes.items() if size >= SMALL_SHARE * average]
-    fixed = round(NO_LIMIT_MB * 1e6 - found[1])
-    return Choices(options, fixed, daf.report.plain_bytes, large)
+    return Choices(choices.options, choices.fixed_bytes, daf.report.plain_bytes, large)
 
 
 def single_site_errors(
@@ -201,7 +193,7 @@ def allocator_gaps(
         budget = choices.plain_bytes / ratio - choices.fixed_bytes
         bound = relaxed_cost(sites, budget)
         for name in allocators:
-            plan = ALLOCATORS[name](sites, budget)
+            plan = ALLOCATORS.resolve(name)(sites, budget)
             cost = sum(option.cost for option in plan)
             fits = sum(option.nbytes for option in plan) <= budget
             above = cost / bound - 1 if fits and 0 < bound < math.inf else None
@@ -271,10 +263,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--learning_rate", type=float, default=1e-3)
     add("--steps", type=int, default=20, help="of plain training before anything is measured")
     add("--seed", type=int, default=1)
-    names = sorted(importance._METRICS)
+    names = importance.METRICS.names()
     add("--metrics", nargs="+", choices=names, default=names)
     add("--bits", nargs="+", type=int, choices=(1, 2, 3, 4, 5, 6, 8), default=[1, 2, 4])
-    add("--allocators", nargs="+", choices=list(ALLOCATORS), default=list(ALLOCATORS))
+    add("--allocators", nargs="+", choices=ALLOCATORS.names(), default=ALLOCATORS.names())
     add("--ratios", nargs="+", type=float, default=[10, 20, 30, 40])
     add("--json", type=Path, help="write the rows there")
     return parser.parse_args(argv)

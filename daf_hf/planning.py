@@ -167,7 +167,7 @@ class Planner:
         for site in self.compressor.tracker.sites.values():
             if site.probed is None:
                 continue
-            if not site.candidates:
+            if not site.candidates or _is_small(site, batch):
                 fixed += self._fixed_bytes(site, batch)
                 if _takes_a_plane(site, batch):
                     binary += _elements(site, batch)
@@ -207,7 +207,7 @@ class Planner:
 
     def _fixed_bytes(self, site: SaveSite, batch: Batch) -> int:
         assert site.probed is not None
-        numel, cols = site.probed.predict(batch)
+        numel, cols = site.probed.predict(batch, site.live)
         nbytes = numel * site.dtype.itemsize
         if site.derived and nbytes >= SMALLEST_BYTES:
             return _witness_bytes(site)
@@ -231,6 +231,12 @@ def _takes_a_plane(site: SaveSite, batch: Batch) -> bool:
     drawn = site.keep is not None and numel >= SMALLEST_ELEMENTS
     large = numel * site.dtype.itemsize >= SMALLEST_BYTES
     return large and site.two_valued and not drawn and not site.derived
+
+
+def _is_small(site: SaveSite, batch: Batch) -> bool:
+    """Whether a site's tensors are kept exactly for their size."""
+    assert site.probed is not None
+    return site.probed.predict(batch, site.live)[0] * site.dtype.itemsize < SMALLEST_BYTES
 
 
 def _witness_bytes(site: SaveSite) -> int:
