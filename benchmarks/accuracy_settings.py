@@ -106,4 +106,5 @@ class Setting:
             return {"budget_mb": "inf", **POLICIES[self.policy].options}
         assert plain_bytes is not None
         budget = round(plain_bytes / 1e6 / self.ratio, 3)
-        return {"budget_mb": budget, **POLICIES[self.policy].options}
+        # The same system for all: what they differ in is the policy.
+        return {"budget_mb": budget, "skip_padding": True, **POLICIES[self.policy].options}

@@ -88,9 +88,10 @@ class DAFConfig:
         0, "Measure again each so many steps after that; 0: only when the set of sites changes."
     )
     skip_padding: bool = _option(
-        True,
+        False,
         "Do not store the rows of tokens that no gradient reaches: padding, by the model's "
-        "attention_mask, and all but the first token in what a last layer computes for it alone.",
+        "attention_mask, and all but the first token in what a last layer computes for it alone. "
+        "For models that lay out examples first, and whose loss is computed inside them.",
     )
     include: tuple[str, ...] = _option(
         ("*",), "Patterns (fnmatch) of the modules whose saved tensors are compressed."

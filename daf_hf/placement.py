@@ -38,6 +38,9 @@ SMALLEST_BYTES = 4096
 """Tensors below this are kept exactly."""
 
 COMPRESSIBLE = (torch.float32, torch.bfloat16, torch.float16)
+LARGEST = 1e18
+"""Elements of which no plan knows are kept exactly if any is larger."""
+
 UNPLANNED_BITS = 4
 UNPLANNED_COSTS = tuple(4.0**-bits for bits in range(9))
 """Width and costs for sites that no plan knows yet (a tensor's own energy counts 1)."""
@@ -110,11 +113,22 @@ class Placement:
                 physical = self._encode(flat, site, binary, BINARY)
                 if physical is not None:
                     return physical
-            if flat.dtype is not torch.bool and (option is None or option.codec is not None):
+            if self._may_quantize(flat, site):
                 physical = self._encode(flat, site, *self._planned(flat, cols, site))
                 if physical is not None:
                     return physical
         return self._hold(flat, cols, site, cdata, whole)
+
+    def _may_quantize(self, flat: Tensor, site: SaveSite) -> bool:
+        """Whether elements may lose bits."""
+        if flat.dtype is torch.bool:
+            return False
+        if site.option is not None:
+            return site.option.codec is not None
+        if site.known and site.probed is not None:
+            return bool(site.candidates)  # without any, no codec could represent them
+        # Masks hold the least number there is, beside which all others would be alike.
+        return not flat.numel() or float(flat.abs().max()) < LARGEST
 
     def _draw_again(self, flat: Tensor, site: SaveSite, keep: float) -> Physical | None:
         """Hold what the elements were drawn from; None where they were not."""

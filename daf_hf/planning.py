@@ -142,8 +142,8 @@ class Planner:
         missed = wanted_bytes - plan.nbytes
         limit = self.compressor.arena.limit_bytes
         if self._overlap == 1 and abs(missed) > 0.002 * limit:
-            known = self._corrections.get(key, 0)
-            self._corrections[key] = known + missed
+            known = self._corrections.get((key, plan.batch), 0)
+            self._corrections[key, plan.batch] = known + missed
             self._plans.pop((key, plan.batch), None)
 
     def _count_forward(self) -> None:
@@ -163,7 +163,7 @@ class Planner:
 
     def choices(self, key: Any, batch: Batch) -> Choices:
         """What there is to choose from for inputs of this signature and size."""
-        fixed, binary, options = self._corrections.get(key, 0), 0, {}
+        fixed, binary, options = self._corrections.get((key, batch), 0), 0, {}
         for site in self.compressor.tracker.sites.values():
             if site.probed is None:
                 continue

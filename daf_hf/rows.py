@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .batches import Inputs, batch_of
-from .handles import Lease, Physical
+from .handles import Derived, Lease, Physical
 from .sites import DIM_BATCH, DIM_BOTH, DIM_TOKENS, Batch, Live, SaveSite
 
 MASK_INPUT = "attention_mask"
@@ -182,6 +182,13 @@ class LiveRows(Physical):
         return self.spread(self.kept.flat(), self.pick())
 
 
+def lacks_rows(physical: Any) -> bool:
+    """Whether rows are missing of what is restored, or of what it is derived from."""
+    if isinstance(physical, Derived):
+        return any(lacks_rows(source) for source in physical.expression.sources())
+    return isinstance(physical, LiveRows)
+
+
 class Watch:
     """Looks at a gradient, whether it is zero in rows that other sites do not store.
 
@@ -219,9 +226,12 @@ _WORDS = {Live.UNPADDED: "tokens that are not padding", Live.FIRST: "the first t
 
 
 def _padding(inputs: Inputs, shape: tuple[int, int]) -> Tensor | None:
-    """The attention mask of a batch, if it is one of this shape that leaves anything out."""
+    """The attention mask of a batch, if it is one of this shape that leaves anything out.
+
+    Not where a first token is padding: a model that reads the first one reads it there too.
+    """
     mask = inputs[1].get(MASK_INPUT)
     if not isinstance(mask, Tensor) or tuple(mask.shape) != shape:
         return None
     mask = mask.detach().cpu() != 0
-    return None if bool(mask.all()) else mask
+    return mask if bool(mask[:, 0].all()) and not bool(mask.all()) else None

@@ -38,7 +38,7 @@ from .hook_stack import pop_hooks, push_hooks, top_hooks
 from .packing import Packing
 from .placement import Placement
 from .refusal import Refusal
-from .rows import LiveRows, Pick, Rows, Watch, take
+from .rows import LiveRows, Pick, Rows, Watch, lacks_rows, take
 from .sites import Live, SaveSite, SiteTracker
 from .tensors import columns, contiguous_stride, flatten, geometry, is_ordinary, source_of_copy
 
@@ -353,6 +353,4 @@ def _serves(physical: Physical, site: SaveSite) -> bool:
     """Whether elements that were stored for another site will do for this one."""
     if physical.site is site:
         return True
-    # A site of no elements of its own was seen in calibration to read the other's.
-    alike = physical.site.live is site.live or (site.known and site.probed is None)
-    return not physical.private and (alike or not isinstance(physical, LiveRows))
+    return not physical.private and (not lacks_rows(physical) or site in physical.site.shared_by)

@@ -82,6 +82,7 @@ class SaveSite:
         derived: calibration found it to be a function of other saved tensors: not stored.
         feeds: others are functions of it.
         doubted: a step could not confirm that; it is stored from then on.
+        shared_by: sites that calibration saw save the same elements again.
         live: of which tokens the rows are stored.
         alive: kinds of tokens that calibration found not to be all that is read.
         watched: in each step the gradient is looked at, whether it is zero but for the rows of
@@ -109,6 +110,7 @@ class SaveSite:
     derived: bool = False
     feeds: bool = False
     doubted: bool = False
+    shared_by: set[SaveSite] = field(default_factory=set)
     live: Live = Live.ALL
     alive: set[Live] = field(default_factory=set)
     watched: Live = Live.ALL

@@ -149,6 +149,8 @@ class Pass(ABC):
                 item.edge = GradientEdge(original.grad_fn, original.output_nr)
             item.picked = self.picked(item, site.live)
             self._known[key] = self._first(item, tensor)
+        elif isinstance(self._known[key], Item):
+            self._known[key].site.shared_by.add(site)
         return self._again(self._known[key], original)
 
     def picked(self, item: Item, live: Live) -> Tensor | None:

@@ -431,3 +431,13 @@ def test_weights_must_be_there_unless_random_ones_are_wanted(
     command.remove("--from_config")
     with pytest.raises(script.ModelError, match="holds no weights; use --from_config"):
         script.main(command)
+
+
+def test_padding_is_skipped_unless_a_file_or_an_option_says_otherwise(script, tmp_path):
+    path = tmp_path / "daf.json"
+    path.write_text('{"budget_mb": 7}')
+    arguments = script.DAFArguments
+    assert script.daf_config(arguments(budget_mb=7)).skip_padding
+    assert not script.daf_config(arguments(budget_mb=7, skip_padding=False)).skip_padding
+    assert not script.daf_config(arguments(daf_config=str(path))).skip_padding
+    assert script.daf_config(arguments(daf_config=str(path), skip_padding=True)).skip_padding

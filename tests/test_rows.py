@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
@@ -32,7 +33,11 @@ def padded(name="bert", examples=8, tokens=24):
 
 
 def compressed(model, **options):
-    options = {"budget_mb": 50, "importance": "error", "calibration_batch": 8, **options}
+    options = (
+        {"budget_mb": 50, "importance": "error", "calibration_batch": 8}
+        | {"skip_padding": True}
+        | options
+    )
     return compress_activations(model, calibrate_at=[0], **options)
 
 
@@ -239,3 +244,36 @@ def test_nothing_is_left_behind():
             loss.backward()
             del loss
             assert compressor.held_bytes() == 0
+
+
+def test_a_reader_that_calibration_did_not_see_gets_all_rows():
+    """A probe on a hidden state: of a tensor that is stored by rows, or derived from one."""
+    model, data = build("bert"), padded("bert")
+    probe = nn.Linear(64, 3)
+    weight = torch.randn(8, 24, 3, generator=torch.Generator().manual_seed(0))
+
+    def step(scope):
+        probe.weight.grad = None
+        model.zero_grad()
+        torch.manual_seed(0)
+        with scope:
+            outputs = model(**data, output_hidden_states=True)
+            read = probe(outputs.hidden_states[1].detach())
+            loss = outputs.loss + (read * weight).sum()
+        loss.backward()
+        return probe.weight.grad.clone()
+
+    exact = step(contextlib.nullcontext())
+    with compressed(model) as daf:
+        found = [step(contextlib.nullcontext()) for _ in range(3)]
+        assert sites(daf, Live.UNPADDED)
+    for value in found:
+        torch.testing.assert_close(value, exact, rtol=0.02, atol=0.02 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("lengths", [[0, 24, 3], [24, 24, 24]])
+def test_padding_at_the_start_is_stored(lengths):
+    args, kwargs = inputs(lengths, 24)
+    flipped = {**kwargs, "attention_mask": kwargs["attention_mask"].flip(1)}
+    assert Live.UNPADDED not in Rows((args, kwargs)).masks
+    assert (Live.UNPADDED in Rows((args, flipped)).masks) is False

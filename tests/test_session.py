@@ -305,13 +305,13 @@ def test_budget_changes_between_steps(bert_model, bert_batch):
 
 
 def test_budget_falls_while_a_graph_is_alive(bert_model, bert_batch):
-    daf, compressor = compressed(bert_model, 0.14)
+    daf, compressor = compressed(bert_model, 0.2)
     with daf:
         loss = loss_of(bert_model(**bert_batch))
-    assert compressor.held_bytes() > 0.1 * MB
+    assert compressor.held_bytes() > 0.12 * MB
     reserved = compressor.arena.reserved_bytes
-    daf.set_budget(0.1)
-    assert compressor.held_bytes() <= 0.1 * MB
+    daf.set_budget(0.12)
+    assert compressor.held_bytes() <= 0.12 * MB
     assert compressor.arena.reserved_bytes < reserved
     loss.backward()
     assert all(p.grad.isfinite().all() for p in bert_model.parameters() if p.requires_grad)

@@ -98,6 +98,13 @@ class DAFArguments:
             "help": "Codecs to choose from: auto, group+uniform, path/to/file.py:object, ..."
         },
     )
+    skip_padding: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Do not store rows of padding: true unless --daf_config says otherwise, as "
+            "the loss is the model's own and its examples come first."
+        },
+    )
     daf_config: str | None = field(
         default=None,
         metadata={"help": "JSON or YAML file of options; those above override it."},
@@ -131,7 +138,7 @@ def daf_config(args: DAFArguments) -> DAFConfig | None:
     """
     options = {
         name: value
-        for name in ("budget_mb", "importance", "codec")
+        for name in ("budget_mb", "importance", "codec", "skip_padding")
         if (value := getattr(args, name)) is not None
     }
     if args.no_daf:
@@ -143,7 +150,7 @@ def daf_config(args: DAFArguments) -> DAFConfig | None:
     try:
         if args.daf_config:
             return replace(DAFConfig.from_file(args.daf_config), **options)
-        return DAFConfig(**options)
+        return DAFConfig(**{"skip_padding": True, **options})
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from error
 
