@@ -128,7 +128,7 @@ class Placement:
         if site.known and site.probed is not None:
             return bool(site.candidates)  # without any, no codec could represent them
         # Masks hold the least number there is, beside which all others would be alike.
-        return not flat.numel() or float(flat.abs().max()) < LARGEST
+        return not LARGEST <= float(flat.abs().max()) < math.inf
 
     def _draw_again(self, flat: Tensor, site: SaveSite, keep: float) -> Physical | None:
         """Hold what the elements were drawn from; None where they were not."""
