@@ -28,8 +28,9 @@ install: $(STAMP)  ## Create .venv and install the package with all that the res
 demo: $(STAMP)  ## Train plainly and under a budget, and compare
 	$(BIN)/python examples/glue/demo.py
 
-test: $(STAMP)  ## Run the tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+# One thread a process: two processes with as many threads each would wait for one another.
+test: $(STAMP)  ## Run the tests, in two processes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 test-triton: $(STAMP)  ## Run the Triton kernels in the interpreter, and compile them
 	$(PIP) -c constraints.txt -e ".[triton]"
