@@ -303,7 +303,6 @@ def test_what_gelu_stored_is_not_shared_with_other_sites():
         lambda: MODEL[0].weight.detach(),
         lambda: noise(64, 64, dtype=torch.bfloat16),
     ],
-    ids=str,
 )
 def test_a_change_in_place_raises(make, budget):
     x = make()
