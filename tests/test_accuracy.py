@@ -85,7 +85,10 @@ def report():
 def test_a_setting_is_options_and_a_part_of_plain_bytes(settings, text, name, expected):
     setting = settings.Setting.parse(text)
     assert setting.name == name
-    assert setting.daf_options(400e6) == expected
+    options = setting.daf_options(400e6)
+    if setting.ratio is not None:
+        assert options.pop("skip_padding") is True
+    assert options == expected
     assert settings.Setting.parse(setting.name) == setting
 
 
@@ -177,7 +180,7 @@ def test_bytes_are_counted_before_budgets_need_them(accuracy, trainings, tmp_pat
         "sst2/plain/2", "sst2/daf@20/2", "mrpc/plain/2", "mrpc/daf@20/2",
     ]  # fmt: skip
     options = json.loads((tmp_path / "sst2/daf@20/2/daf.json").read_text())
-    assert options == {"budget_mb": 20.0}
+    assert options == {"budget_mb": 20.0, "skip_padding": True}
 
 
 def test_plain_training_alone_needs_nothing_counted(accuracy, trainings, tmp_path):

@@ -104,7 +104,7 @@ def test_tables_are_written(accuracy, report, made, capsys):
 
 def test_nothing_to_report_is_said(accuracy, tmp_path, capsys):
     assert accuracy.main(["--report_only", "--out", str(tmp_path)]) == 1
-    assert "no finished run" in capsys.readouterr().out
+    assert "no finished run" in " ".join(capsys.readouterr().out.split())
 
 
 # --- pictures --------------------------------------------------------------------------------
