@@ -80,7 +80,7 @@ def run(section: str, backend: str, options: argparse.Namespace, left: float) ->
         command = [sys.executable, __file__, "--device", options.device, "--size", options.size]
         command += ["--child", section, backend, str(path)]
         try:
-            done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=limit)
+            done = subprocess.run(command, stderr=subprocess.PIPE, encoding="utf-8", timeout=limit)
             if done.returncode:
                 last = done.stderr.strip().splitlines()[-ERROR_LINES:]
                 outcome.failures.append(f"exit status {done.returncode}: " + " / ".join(last))

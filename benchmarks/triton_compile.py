@@ -182,7 +182,7 @@ def resources(cubin: bytes) -> dict[str, int]:
         file.write(cubin)
         file.flush()
         command = [str(tool), "-res-usage", file.name]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        text = subprocess.run(command, check=True, capture_output=True, encoding="utf-8").stdout
     return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
 
 

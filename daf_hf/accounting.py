@@ -278,7 +278,7 @@ class ResidentPeak:
     @staticmethod
     def _reset() -> bool:
         try:
-            Path("/proc/self/clear_refs").write_text("5")
+            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
         except OSError:
             return False
         return True
@@ -293,7 +293,7 @@ class ResidentPeak:
         """Bytes of the peak above the start."""
         self._peak = max(self._peak, self._now())
         if self._resets:
-            for line in Path("/proc/self/status").read_text().splitlines():
+            for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
                 if line.startswith("VmHWM:"):
                     self._peak = max(self._peak, int(line.split()[1]) * 1024)
         return self._peak - self._base

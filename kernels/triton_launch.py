@@ -79,9 +79,9 @@ def launch_table(capability: int | None) -> LaunchTable:
 
 def write_table(path: Path, capability: int, table: LaunchTable) -> None:
     """Put the table of ``capability`` into the file ``path``, next to those of others."""
-    tables = json.loads(path.read_text()) if path.exists() else {}
+    tables = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     tables[str(capability)] = {"shapes": table.shapes, "atomic_above": table.atomic_above}
-    path.write_text(json.dumps(tables, indent=2) + "\n")
+    path.write_text(json.dumps(tables, indent=2) + "\n", encoding="utf-8")
 
 
 @cache
@@ -94,7 +94,7 @@ def _tables_of_file(path: str) -> Mapping[int, LaunchTable]:
                 {name: _shape(name, value) for name, value in entry["shapes"].items()},
                 int(entry["atomic_above"]),
             )
-            for capability, entry in json.loads(Path(path).read_text()).items()
+            for capability, entry in json.loads(Path(path).read_text(encoding="utf-8")).items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(

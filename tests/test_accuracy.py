@@ -149,7 +149,7 @@ class Trainings:
             return SimpleNamespace(returncode=1)
         (folder / "all_results.json").write_text(json.dumps(results(folder.parts[-3], 0.8)))
         if "--daf_config" in values:
-            options = json.loads(Path(values["--daf_config"]).read_text())
+            options = json.loads(Path(values["--daf_config"]).read_text(encoding="utf-8"))
             held = min(float(options["budget_mb"]) * 1e6, 400e6)
             (folder / "daf_report.json").write_text(json.dumps(daf_report(held)))
         else:

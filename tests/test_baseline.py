@@ -34,7 +34,7 @@ def functions(library: str) -> dict[str, set[str]]:
         ["objdump", "--disassemble", "--demangle", "--no-show-raw-insn", library],
         check=True,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
     ).stdout
     found = {}
     for block in listing.split("\n\n"):

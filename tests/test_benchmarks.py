@@ -29,7 +29,7 @@ def benchmark():
 
 def run(script, *arguments, timeout=240):
     command = [sys.executable, "-W", "error", str(FOLDER / script), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=timeout)
 
 
 @pytest.fixture(scope="module")

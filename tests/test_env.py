@@ -136,7 +136,7 @@ def test_as_a_module():
         [sys.executable, "-W", "error::RuntimeWarning", "-m", "daf_hf.env", "--json"],
         cwd=Path(__file__).parent.parent,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=120,
     )
     assert done.returncode == 0, done.stderr

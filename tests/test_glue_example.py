@@ -402,7 +402,7 @@ def test_an_infeasible_budget_ends_with_its_message(tiny_model, tiny_glue, tmp_p
         [sys.executable, str(GLUE / "run_glue.py"), *command],
         check=False,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
     assert run.returncode == 1

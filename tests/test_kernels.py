@@ -427,7 +427,7 @@ def run_python(
         cwd=Path(__file__).parent.parent,
         env={**os.environ, **environment},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=timeout,
     )
 

@@ -650,7 +650,7 @@ def test_the_interpreter_ends_with_work_left():
             kept = [(x * i).exp() for i in range(20)]
     """
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
 
 

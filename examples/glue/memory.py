@@ -51,12 +51,12 @@ def _make_resident(model: nn.Module) -> None:
 def _reset_peak() -> None:
     """Lower the kernel's high-water mark to the present resident size, where that is possible."""
     if _CLEAR_REFS.exists():
-        _CLEAR_REFS.write_text("5")
+        _CLEAR_REFS.write_text("5", encoding="utf-8")
 
 
 def _peak_bytes() -> int:
     if _STATUS.exists():
-        for line in _STATUS.read_text().splitlines():
+        for line in _STATUS.read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     memory = psutil.Process().memory_info()
