@@ -33,7 +33,7 @@ PART_PAGES = 128
 _SEGMENT_BYTES_MAX = 1 << 22
 _SEGMENT_BYTES_MIN = 1 << 16
 _SEGMENTS_PER_BUDGET = 16
-_IDLE_SHARE = 0.01
+_IDLE_SHARE = 0.04
 """Of the segments, how much must have become free for a look at which of them are empty."""
 
 
@@ -134,6 +134,7 @@ class Arena:
         self._looked_at = 0  # free pages that were there at the last look, and still are
         self._live: set[Stored] = set()
         self._order: SortedList = SortedList()
+        self._unranked: dict[Stored, None] = {}  # of the live ones, in order of their insertion
         self._serial = 0
 
     # What is held ------------------------------------------------------------------------------
@@ -173,14 +174,14 @@ class Arena:
             self._looked_at = min(self._looked_at, len(self._free))
             self.used_pages += pages
         self._live.add(stored)
+        self._unranked[stored] = None
         self.stored_elements += stored.layout.numel
         self.stored_bits += stored.layout.numel * stored.bits
-        self._serial += 1
-        self._rank(stored)
         return True
 
     def remove(self, stored: Stored) -> None:
         """Free the pages of ``stored``."""
+        self._unranked.pop(stored, None)
         if stored.rank is not None:
             self._order.remove(stored.rank)
             stored.rank = None
@@ -207,11 +208,13 @@ class Arena:
 
     def cheapest_demotion(self) -> float:
         """Cost per page of the cheapest demotion of a live activation (inf: none is left)."""
+        self._rank_all()
         return self._order[0][0] if self._order else math.inf
 
     def demote_cheapest(self) -> None:
         """Drop the planes whose loss costs least per page; their pages are free at once."""
         self._before_change()
+        self._rank_all()
         score, _, stored = self._order.pop(0)
         stored.rank = None
         lower = stored.lower()
@@ -222,6 +225,12 @@ class Arena:
         self._give_back(stored, stored.layout.pages(lower))
         self.demotions += 1
         self._rank(stored)
+
+    def _rank_all(self) -> None:
+        """Rank what was inserted since the last demotion: most steps need no rank of anything."""
+        for stored in self._unranked:
+            self._rank(stored)
+        self._unranked.clear()
 
     def _rank(self, stored: Stored) -> None:
         score = stored.demotion_score()
@@ -246,7 +255,7 @@ class Arena:
             what is live, and the rest follows as activations are freed.
         """
         self.limit_bytes = limit_bytes
-        while self.held_bytes > limit_bytes and self._order:
+        while self.held_bytes > limit_bytes and self.cheapest_demotion() < math.inf:
             self.demote_cheapest()
         within = self.held_bytes <= limit_bytes
         excess = self._footprint() - limit_bytes
@@ -422,6 +431,7 @@ class Arena:
         assert self.used_pages == sum(len(stored.table) for stored in self._live)
         for stored in self._live:
             assert len(stored.table) == stored.layout.pages(stored.bits)
+        self._rank_all()
         ranked = {entry[2] for entry in self._order}
         assert ranked == {s for s in self._live if s.demotion_score() < math.inf}
         assert self.stored_bits == sum(s.layout.numel * s.bits for s in self._live)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WITNESSES = 256
+WITNESSES = 64
 """Elements of a tensor by which a derivation is confirmed in each step."""
 
 TOLERANCE = 1e-5
@@ -22,6 +22,32 @@ _UNIT = 1 << 30
 
 
 class Places:
+    """Positions of witnesses in a tensor.
+
+    Attributes:
+        positions: ``int64 [k]``.
+    """
+
+    __slots__ = ("_columns", "positions")
+
+    def __init__(self, positions: Tensor) -> None:
+        self.positions = positions
+        self._columns: dict[int, Tensor] = {}
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The elements there."""
+        return flat.index_select(0, self.positions)
+
+    def of_columns(self, values: Tensor) -> Tensor:
+        """Of ``values [columns]`` those that belong to the elements there."""
+        size = values.numel()
+        columns = self._columns.get(size)
+        if columns is None:
+            columns = self._columns[size] = self.positions % size
+        return values.view(-1).index_select(0, columns)
+
+
+class Sampler:
     """Where witnesses are taken: at random, and anew from time to time, so that what is off in
     part of a tensor is soon seen.
 
@@ -36,13 +62,14 @@ class Places:
         """Choose others from now on."""
         shares = [self._random.randrange(_UNIT) for _ in range(WITNESSES)]
         self._shares = torch.tensor(sorted(shares))
-        self._known: dict[int, Tensor] = {}
+        self._known: dict[int, Places] = {}
 
-    def of(self, numel: int) -> Tensor:
-        """``int64 [WITNESSES]`` positions in a tensor of so many elements."""
+    def of(self, numel: int) -> Places:
+        """``WITNESSES`` places in a tensor of so many elements."""
         found = self._known.get(numel)
         if found is None:
-            found = self._known[numel] = (self._shares * numel).div_(_UNIT, rounding_mode="floor")
+            positions = (self._shares * numel).div_(_UNIT, rounding_mode="floor")
+            found = self._known[numel] = Places(positions)
         return found
 
 
@@ -84,25 +111,25 @@ class Expression(ABC):
         return 1 + sum(operand.operations for operand in self.operands())
 
     @abstractmethod
-    def evaluate(self, read: Reader, at: Tensor | None = None) -> Tensor:
+    def evaluate(self, read: Reader, at: Places | None = None) -> Tensor:
         """The elements, in memory of their own.
 
         Args:
             read: the sources' elements.
-            at: ``int64 [k]`` positions, when ``read`` gives the elements at these alone.
+            at: when ``read`` gives the elements at these places alone.
         """
 
-    def parts(self, read: Reader, at: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
+    def parts(self, read: Reader, at: Places | None = None) -> Iterator[tuple[int, Tensor]]:
         """The same in parts, each with the position of its first element."""
         yield 0, self.evaluate(read, at)
 
-    def agrees(self, flat: Tensor, read: Reader, at: Tensor | None = None) -> bool:
+    def agrees(self, flat: Tensor, read: Reader, at: Places | None = None) -> bool:
         """Whether the elements ``flat`` (those at ``at`` alone, if given) are what it says."""
         try:
             value = self.evaluate(read, at).float()
         except RuntimeError:  # types or sizes that do not go together
             return False
-        return _close(value, flat if at is None else flat.index_select(0, at), flat.dtype)
+        return _close(value, flat if at is None else at.of(flat), flat.dtype)
 
 
 def _close(value: Tensor, exact: Tensor, dtype: torch.dtype) -> bool:
@@ -138,10 +165,10 @@ class Source(Expression):
     def operations(self) -> int:
         return getattr(self.saved, "operations", 0)
 
-    def evaluate(self, read: Reader, at: Tensor | None = None) -> Tensor:
+    def evaluate(self, read: Reader, at: Places | None = None) -> Tensor:
         return read.whole(self.saved)
 
-    def parts(self, read: Reader, at: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
+    def parts(self, read: Reader, at: Places | None = None) -> Iterator[tuple[int, Tensor]]:
         yield from read.parts(self.saved)
 
 
@@ -156,7 +183,7 @@ class Product(Expression):
     def operands(self) -> tuple[Expression, ...]:
         return self.left, self.right
 
-    def evaluate(self, read: Reader, at: Tensor | None = None) -> Tensor:
+    def evaluate(self, read: Reader, at: Places | None = None) -> Tensor:
         left, right = self.left, self.right
         product = left.evaluate(read, at)
         if not product.dtype.is_floating_point:  # a mask: the other one is what can hold the result
@@ -180,7 +207,7 @@ class Scaled(Expression):
     def operands(self) -> tuple[Expression, ...]:
         return (self.x,) if self.rows is None else (self.x, self.rows)
 
-    def evaluate(self, read: Reader, at: Tensor | None = None) -> Tensor:
+    def evaluate(self, read: Reader, at: Places | None = None) -> Tensor:
         x = self.x.evaluate(read, at)
         if self.number != 1.0:
             x = x.mul_(self.number)
@@ -192,7 +219,7 @@ class Scaled(Expression):
             if at is None:
                 x = x.view(-1, count).mul_(self.columns).view(-1)
             else:
-                x = x.mul_(self.columns[at % count])
+                x = x.mul_(at.of_columns(self.columns))
         return x
 
 
@@ -207,7 +234,7 @@ class Sum(Expression):
     def operands(self) -> tuple[Expression, ...]:
         return self.left, self.right
 
-    def evaluate(self, read: Reader, at: Tensor | None = None) -> Tensor:
+    def evaluate(self, read: Reader, at: Places | None = None) -> Tensor:
         total = self.left.evaluate(read, at)
         for start, part in self.right.parts(read, at):
             total[start : start + len(part)].add_(part, alpha=self.scale)
@@ -224,11 +251,11 @@ class Shifted(Expression):
     def operands(self) -> tuple[Expression, ...]:
         return (self.x,)
 
-    def evaluate(self, read: Reader, at: Tensor | None = None) -> Tensor:
+    def evaluate(self, read: Reader, at: Places | None = None) -> Tensor:
         return self.x.evaluate(read, at).add_(self.number)
 
-    def agrees(self, flat: Tensor, read: Reader, at: Tensor | None = None) -> bool:
-        exact = flat if at is None else flat.index_select(0, at)
+    def agrees(self, flat: Tensor, read: Reader, at: Places | None = None) -> bool:
+        exact = flat if at is None else at.of(flat)
         try:
             value = self.x.evaluate(read, at).float()
         except RuntimeError:
@@ -251,7 +278,7 @@ class Function(Expression):
     def operands(self) -> tuple[Expression, ...]:
         return (self.x,)
 
-    def evaluate(self, read: Reader, at: Tensor | None = None) -> Tensor:
+    def evaluate(self, read: Reader, at: Places | None = None) -> Tensor:
         return self.apply(self.x.evaluate(read, at))
 
 
@@ -272,7 +299,7 @@ class LayerNorm(Expression):
     def operands(self) -> tuple[Expression, ...]:
         return self.x, self.mean, self.rstd
 
-    def evaluate(self, read: Reader, at: Tensor | None = None) -> Tensor:
+    def evaluate(self, read: Reader, at: Places | None = None) -> Tensor:
         columns = self.size if at is None else 1
         x = self.x.evaluate(read, at).float().view(-1, columns)
         rstd = self.rstd.evaluate(read, at).float().view(-1, 1)
@@ -280,5 +307,5 @@ class LayerNorm(Expression):
         torch.addcmul(shift, x, rstd, out=x)
         for parameter, apply in ((self.weight, x.mul_), (self.bias, x.add_)):
             if parameter is not None:
-                apply(parameter if at is None else parameter[at % self.size, None])
+                apply(parameter if at is None else at.of_columns(parameter).view(-1, 1))
         return x.view(-1)

@@ -7,7 +7,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -81,18 +80,16 @@ class Version:
 
     A detached alias shares the version counter of its source; giving it empty data lets go of
     the source's memory but not of the counter.
+
+    Args:
+        tensor: the saved tensor.
+        alias: a detached alias, if one is kept anyhow.
     """
 
     __slots__ = ("_counter", "_shape", "_version")
 
-    def __init__(self, tensor: Tensor) -> None:
-        key = (tensor.dtype, tensor.device)
-        empty = _EMPTY.get(key)
-        if empty is None:
-            empty = _EMPTY[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        self._counter = tensor.detach()
-        with suppress(RuntimeError):  # sparse tensors and the like, which are kept anyhow
-            self._counter.data = empty
+    def __init__(self, tensor: Tensor, alias: Tensor | None = None) -> None:
+        self._counter = _without_memory(tensor) if alias is None else alias
         self._shape = tensor.shape
         self._version = tensor._version
 
@@ -110,13 +107,23 @@ class Version:
             )
 
 
+def _without_memory(tensor: Tensor) -> Tensor:
+    key = (tensor.dtype, tensor.device)
+    empty = _EMPTY.get(key)
+    if empty is None:
+        empty = _EMPTY[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    alias = tensor.detach()
+    alias.data = empty
+    return alias
+
+
 class Handle(ABC):
     """One saved tensor. ``restore()`` gives it back with its shape, strides and dtype."""
 
     __slots__ = ("lease", "version")
 
-    def __init__(self, tensor: Tensor, lease: Any = None) -> None:
-        self.version = None if tensor.is_inference() else Version(tensor)
+    def __init__(self, tensor: Tensor, lease: Any = None, alias: Tensor | None = None) -> None:
+        self.version = None if tensor.is_inference() else Version(tensor, alias)
         self.lease = lease
 
     def restore(self) -> Tensor:
@@ -134,8 +141,8 @@ class Kept(Handle):
     __slots__ = ("tensor",)
 
     def __init__(self, tensor: Tensor, lease: Any = None) -> None:
-        super().__init__(tensor, lease)
         self.tensor = tensor.detach()
+        super().__init__(tensor, lease, self.tensor)
 
     def _restore(self) -> Tensor:
         return self.tensor

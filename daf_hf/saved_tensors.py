@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .config import DAFConfig
 from .derivations import derivation, remember
-from .expressions import WITNESSES, Places, Reader, Source
+from .expressions import WITNESSES, Reader, Sampler, Source
 from .handles import (
     Copy,
     Derived,
@@ -40,7 +40,15 @@ from .placement import Placement
 from .refusal import Refusal
 from .rows import LiveRows, Pick, Rows, Watch, lacks_rows, take
 from .sites import Live, SaveSite, SiteTracker
-from .tensors import columns, contiguous_stride, flatten, geometry, is_ordinary, source_of_copy
+from .tensors import (
+    HALVES,
+    columns,
+    contiguous_stride,
+    flatten,
+    geometry,
+    is_ordinary,
+    source_of_copy,
+)
 
 
 class Compressor:
@@ -75,7 +83,7 @@ class Compressor:
         self._parameters: frozenset[int] = frozenset()
         self._physicals: dict[tuple[Any, ...], weakref.ref[Physical]] = {}
         self.rows: Rows | None = None
-        self._places = Places()
+        self._sampler = Sampler()
         self._witnesses = Reader(self._witnesses_of)
         self._end_save = placement.ends.later(self.ledger.unsave)
 
@@ -128,7 +136,7 @@ class Compressor:
             self.placement.settle()
             self.workspace.clear()
             if not self._physicals:
-                self._places.renew()
+                self._sampler.renew()
         self.tracker.restart()
         self.draws.note()
         self.learn_parameters()
@@ -277,7 +285,7 @@ class Compressor:
         expression = derivation(tensor, flat.numel(), resolve)
         try:
             if expression is not None and expression.agrees(
-                flat, self._witnesses, self._places.of(flat.numel())
+                flat, self._witnesses, self._sampler.of(flat.numel())
             ):
                 site.placed = "derived", None
                 return Derived(site, expression, versions, tensor.dtype)
@@ -321,7 +329,7 @@ class Compressor:
     def _take_witnesses(self, flat: Tensor, physical: Physical) -> None:
         """Note a few elements exactly, for what is derived from them; they count as held."""
         if self.placement.reserve_witnesses(physical, WITNESSES * flat.element_size()):
-            physical.witnesses = flat.index_select(0, self._places.of(flat.numel()))
+            physical.witnesses = self._sampler.of(flat.numel()).of(flat)
 
     def _witnesses_of(self, source: Physical | Tensor) -> Tensor:
         """The exact witnesses of a source.
@@ -330,7 +338,7 @@ class Compressor:
             LookupError: it was stored before anything was known to follow from it.
         """
         if isinstance(source, Tensor):
-            return source.index_select(0, self._places.of(source.numel()))
+            return self._sampler.of(source.numel()).of(source)
         if source.witnesses is None:
             raise LookupError
         return source.witnesses.clone()
@@ -346,6 +354,8 @@ class Compressor:
 
     def recast_of(self, tensor: Tensor) -> Tensor | None:
         """The parameter of the current module of which ``tensor`` is a low-precision copy."""
+        if tensor.dtype not in HALVES:
+            return None
         return source_of_copy(tensor, self.tracker.current_module()._parameters.values())
 
 

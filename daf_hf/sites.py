@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from types import FrameType
 from typing import Any
 
@@ -226,6 +227,13 @@ def _do_nothing(*args: Any) -> None:
     pass
 
 
+@lru_cache(maxsize=4096)
+def _kind(producer: type) -> str:
+    """What a site's key says of the node that produced the tensor."""
+    kind = operation(producer.__name__)
+    return "layout" if kind in LAYOUT_NODES else kind
+
+
 class SiteTracker:
     """Knows, in each thread, which module's call is under way, and names save sites.
 
@@ -324,15 +332,13 @@ class SiteTracker:
         if not calls:
             calls.append(_Call(self._root(), ""))
         call = calls[-1]
-        path: tuple[Any, ...] = ()
+        path: tuple[Any, ...] = (_kind(producer),)
         if frame is not None:
-            path = (frame.f_code, frame.f_lasti)
             back = frame.f_back
+            path = (*path, frame.f_code, frame.f_lasti)
             # The root's own operations: called by ours, from several places.
             if back is not None and not back.f_globals.get("__name__", "").startswith(_OURS):
                 path = (*path, back.f_code, back.f_lasti)
-        kind = operation(producer.__name__)
-        path = ("layout" if kind in LAYOUT_NODES else kind, *path)
         ordinal = call.seen.get(path, 0)
         call.seen[path] = ordinal + 1
         key = (call.name, call.module.training, path, ordinal)

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 _functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
 
 
+HALVES = (torch.bfloat16, torch.float16)
+
+
 @lru_cache(maxsize=65536)
 def geometry(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, int, bool]:
     """Extent in memory, column dimension, and whether the extent is all there is to store.
@@ -31,6 +34,7 @@ def geometry(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, int,
     return extent, column, extent <= elements
 
 
+@lru_cache(maxsize=4096)
 def operation(node: str) -> str:
     """The operation that an autograd node of this name belongs to."""
     return node.rstrip("0123456789").removesuffix("Backward")
@@ -100,9 +104,7 @@ def is_representable(flat: Tensor, two_valued: bool) -> bool:
 
 
 def source_of_copy(tensor: Tensor, candidates: Iterable[Tensor | None]) -> Tensor | None:
-    """The fp32 candidate that ``tensor`` is a bf16 or fp16 copy of, to the last bit, if any is."""
-    if tensor.dtype not in (torch.bfloat16, torch.float16):
-        return None
+    """The fp32 candidate that ``tensor``, of ``HALVES``, is a copy of to the last bit."""
     extent, _, whole = geometry(tensor.shape, tensor.stride())
     for candidate in candidates:
         if (

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import dropout, layer_norm
 
 from daf_hf.derivations import derivation
-from daf_hf.expressions import LayerNorm, Places, Product, Reader, Source
+from daf_hf.expressions import LayerNorm, Product, Reader, Sampler, Source
 from daf_hf.tensors import geometry, is_contiguous
 
 ROWS, COLS = 24, 32
@@ -162,16 +162,16 @@ def test_what_follows_from_saved_tensors_is_traced(name, dtype):
 def test_witnesses_tell_what_all_elements_do(name):
     """Row statistics, weights and elements are taken at places that belong together."""
     found = last_saved(lambda x: read_by_mm(DERIVED[name](x)))
-    places = Places()
-    at = places.of(found.extent)
+    sampler = Sampler()
+    at = sampler.of(found.extent)
 
     def some(source):
-        return elements(source)[places.of(elements(source).numel())]
+        return sampler.of(elements(source).numel()).of(elements(source))
 
     few = Reader(some)
 
     assert found.expression.agrees(found.flat, few, at)
-    for position in at.tolist():
+    for position in at.positions.tolist():
         wrong = found.flat.clone()
         wrong[position] += 1e-2
         assert not found.expression.agrees(wrong, few, at)
