@@ -22,9 +22,9 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -204,8 +204,10 @@ def allocator_gaps(
     return rows
 
 
-def trained(options: argparse.Namespace) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The model after some steps of plain training, and the batch that would come next."""
+def training(
+    options: argparse.Namespace,
+) -> tuple[nn.Module, torch.optim.Optimizer, Iterator[dict[str, Tensor]]]:
+    """A model after some steps of plain training, its optimizer, and the batches to come."""
     sys.path.insert(0, str(EXAMPLES))
     import glue_model
     import run_glue
@@ -233,13 +235,20 @@ def trained(options: argparse.Namespace) -> tuple[nn.Module, dict[str, Tensor]]:
     optimizer = torch.optim.AdamW(
         (p for p in model.parameters() if p.requires_grad), lr=options.learning_rate
     )
-    for step, batch in enumerate(loader):
-        if step == options.steps:
-            return model, dict(batch)
+    if options.steps >= len(loader):
+        raise SystemExit(f"--steps {options.steps}: one epoch has {len(loader)} batches; use fewer")
+    batches = map(dict, loader)
+    for batch in islice(batches, options.steps):
         model(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    raise SystemExit(f"--steps {options.steps}: one epoch has {len(loader)} batches; use fewer")
+    return model, optimizer, batches
+
+
+def trained(options: argparse.Namespace) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The model after some steps of plain training, and the batch that would come next."""
+    model, _, batches = training(options)
+    return model, next(batches)
 
 
 def print_table(title: str, rows: Sequence[Row]) -> None:
@@ -251,8 +260,9 @@ def print_table(title: str, rows: Sequence[Row]) -> None:
     Console(highlight=False).print(table)
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+def training_parser(description: str) -> argparse.ArgumentParser:
+    """A parser with the options of :func:`training`."""
+    parser = argparse.ArgumentParser(description=description)
     add = parser.add_argument
     add("--task", default="sst2")
     add("--data_dir", type=Path, help="GLUE's original files; else the Hub")
@@ -263,12 +273,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--learning_rate", type=float, default=1e-3)
     add("--steps", type=int, default=20, help="of plain training before anything is measured")
     add("--seed", type=int, default=1)
+    add("--json", type=Path, help="write the rows there")
+    return parser
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = training_parser(__doc__.splitlines()[0])  # type: ignore[union-attr]
+    add = parser.add_argument
     names = importance.METRICS.names()
     add("--metrics", nargs="+", choices=names, default=names)
     add("--bits", nargs="+", type=int, choices=(1, 2, 3, 4, 5, 6, 8), default=[1, 2, 4])
     add("--allocators", nargs="+", choices=ALLOCATORS.names(), default=ALLOCATORS.names())
     add("--ratios", nargs="+", type=float, default=[10, 20, 30, 40])
-    add("--json", type=Path, help="write the rows there")
     return parser.parse_args(argv)
 
 
