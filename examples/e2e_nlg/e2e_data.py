@@ -109,10 +109,10 @@ def read_predictions(path: Path) -> tuple[list[str] | None, list[str]]:
     return mrs, outputs
 
 
-def write_predictions(path: Path, mrs: Sequence[str], outputs: Sequence[str]) -> None:
-    """Write predictions as the official tsv files have them: MR and output, one pair a line."""
-    rows = [f"{mr}\t{' '.join(output.split())}\n" for mr, output in zip(mrs, outputs, strict=True)]
-    path.write_text("MR\toutput\n" + "".join(rows), encoding="utf-8", newline="\n")
+def write_predictions(path: Path, outputs: Sequence[str]) -> None:
+    """Write predictions as text with one output a line; line breaks within one become spaces."""
+    lines = [" ".join(output.split()) + "\n" for output in outputs]
+    path.write_text("".join(lines), encoding="utf-8", newline="\n")
 
 
 def _read(path: Path) -> str:
