@@ -4,7 +4,8 @@ A site's key is the module whose call saves the tensor, whether that module trai
 instructions (code object and offset) that lead to the operation, the kind of node that produced
 the tensor, and the ordinal among equal ones within the call. It does not count saves across
 modules or calls, so a dropped layer, a toggled dropout or an optional branch never shifts another
-site.
+site. An attention mask, which there is for padded batches alone, is told from the keys of a frozen
+projection, which no node produced either.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .allocation import Option
 from .codecs import Codec
@@ -313,12 +314,12 @@ class SiteTracker:
         calls = self._calls()
         return calls[-1].module if calls else self._root()
 
-    def site(self, frame: FrameType | None, producer: type) -> SaveSite:
+    def site(self, frame: FrameType | None, tensor: Tensor) -> SaveSite:
         """The site of a tensor that is being saved.
 
         Args:
             frame: the Python frame that called the operation.
-            producer: type of the tensor's ``grad_fn``.
+            tensor: with its ``grad_fn``, if it has one.
         """
         calls = self._calls()
         if not calls:
@@ -331,8 +332,11 @@ class SiteTracker:
             # The root's own operations: called by ours, from several places.
             if back is not None and not back.f_globals.get("__name__", "").startswith(_OURS):
                 path = (*path, back.f_code, back.f_lasti)
-        kind = operation(producer.__name__)
-        path = ("layout" if kind in LAYOUT_NODES else kind, *path)
+        if tensor.grad_fn is None:
+            path = (tensor.ndim == 4 and tensor.shape[1] == 1, *path)  # one for all heads
+        else:
+            kind = operation(type(tensor.grad_fn).__name__)
+            path = ("layout" if kind in LAYOUT_NODES else kind, *path)
         ordinal = call.seen.get(path, 0)
         call.seen[path] = ordinal + 1
         key = (call.name, call.module.training, path, ordinal)
