@@ -53,8 +53,16 @@ class RowFunction:
 
     def __call__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Map hidden states ``[..., width]`` to ``[..., vocabulary]``."""
+        return self.after(self.head(hidden, weight, bias))
+
+    def head(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """What comes before the operations."""
         with self._autocast():
-            rows = linear(hidden, weight, bias)
+            return linear(hidden, weight, bias)
+
+    def after(self, rows: Tensor) -> Tensor:
+        """Apply the operations alone."""
+        with self._autocast():
             for operation in self.operations:
                 rows = operation(rows)
         return rows
@@ -135,12 +143,13 @@ class _SummedLoss(Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         head = (function.cast(weight), function.cast(bias))
         for rows in kept.split(chunk_rows(weight.shape[0])):
+            logits = function.head(hidden[rows], *head)
             with _own_graph():
-                states = hidden.detach()[rows].requires_grad_(needed)
-                logits = function(states, *head)
-                loss = cross_entropy(logits, targets[rows], reduction="sum", **options)
-                if gradient is not None:
-                    gradient[rows] = torch.autograd.grad(loss, states)[0]
+                values = function.after(logits.requires_grad_(needed))
+                loss = cross_entropy(values, targets[rows], reduction="sum", **options)
+                of_logits = torch.autograd.grad(loss, logits)[0] if needed else None
+            if gradient is not None and of_logits is not None:
+                gradient[rows] = (of_logits @ head[0]).to(gradient.dtype)
             total += loss.detach()
         ctx.function, ctx.options = function, options
         ctx.trained = any(ctx.needs_input_grad[1:3])
@@ -193,7 +202,7 @@ class _Reduced(Function):
 def _again(
     ctx: Any,
     hidden: Tensor,
-    head: tuple[Tensor, Tensor | None],
+    head: tuple[Any, Any],
     kept: Tensor,
     result: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
     of_hidden: Tensor | None = None,
@@ -204,28 +213,24 @@ def _again(
     of that. Gradients of the head are summed in float32; those of the hidden states are written to
     ``of_hidden`` where it is given.
     """
-    needed = ctx.needs_input_grad[1:3]
+    weight, bias = (ctx.function.cast(parameter) for parameter in head)
     sums = [
-        torch.zeros_like(parameter, dtype=torch.float32)
-        if wanted and parameter is not None
-        else None
-        for parameter, wanted in zip(head, needed, strict=True)
+        torch.zeros_like(parameter, dtype=torch.float32) if wanted else None
+        for parameter, wanted in zip(head, ctx.needs_input_grad[1:3], strict=True)
     ]
-    leaves: list[Any] = [ctx.function.cast(parameter) for parameter in head]
-    for rows in kept.split(chunk_rows(len(leaves[0]))):
-        for leaf, wanted in zip(leaves, needed, strict=True):
-            if wanted:
-                leaf.grad = None
-                leaf.requires_grad_()
+    of_weight, of_bias = sums
+    for rows in kept.split(chunk_rows(len(weight))):
+        states = hidden[rows]
+        logits = ctx.function.head(states, weight, bias)
         with _own_graph():
-            states: Any = hidden.detach()[rows].requires_grad_(of_hidden is not None)
-            found, incoming = result(ctx.function(states, *leaves), rows)
-            found.backward(incoming)
+            found, incoming = result(ctx.function.after(logits.requires_grad_()), rows)
+            (of_logits,) = torch.autograd.grad(found, logits, incoming)
         if of_hidden is not None:
-            of_hidden[rows] = states.grad
-        for total, leaf in zip(sums, leaves, strict=True):
-            if total is not None:
-                total += leaf.grad
+            of_hidden[rows] = (of_logits @ weight).to(of_hidden.dtype)
+        if of_weight is not None:
+            of_weight.addmm_(of_logits.t().float(), states.float())
+        if of_bias is not None:
+            of_bias += of_logits.sum(0)
     return [
         total.to(parameter.dtype) if total is not None and parameter is not None else None
         for total, parameter in zip(sums, head, strict=True)
