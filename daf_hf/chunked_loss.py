@@ -21,7 +21,7 @@ from torch.autograd.function import Function, once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import cross_entropy, linear
 
-CHUNK_ELEMENTS = 1 << 22
+CHUNK_ELEMENTS = 1 << 23
 """Logits that are there at a time."""
 
 RowOperation = Callable[[Tensor], Tensor]
