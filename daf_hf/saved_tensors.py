@@ -222,7 +222,7 @@ class Compressor:
         if parameter is not None:
             self.ledger.save(cdata, storage)
             return Recast(tensor, parameter, Lease(self._end_save, cdata))
-        site = self.tracker.site(frame, type(tensor.grad_fn))
+        site = self.tracker.site(frame, tensor)
         site.shape, site.dtype = tensor.shape, tensor.dtype
         first = self.ledger.save(cdata, storage)
         site.nbytes = storage.nbytes() if first else 0

@@ -28,6 +28,7 @@ from .host_memory import short_lived_blocks, trim_heap, tune_malloc
 from .planning import Plan, Planner
 from .rows import Rows
 from .saved_tensors import Compressor
+from .vocabulary import chunk_losses
 
 logger = logging.getLogger("daf_hf")
 
@@ -72,6 +73,7 @@ class Session:
         self._last_pass: _Pass | None = None
         self._unlearnt: _Pass | None = None
         self._restore: Callable[[], None] | None = None
+        self._restore_heads: Callable[[], None] | None = None
         self._calibrated_at: int | None = None
         self._calibration_failed = False
         self._calibration_needs = 0.0
@@ -98,6 +100,7 @@ class Session:
         # Importances are measured on retained graphs, which donated buffers would forbid.
         functorch_config.donated_buffer = False
         self._restore = _wrap_forward(model, weakref.ref(self))
+        self._restore_heads = chunk_losses(model, self.config.chunked_loss)
         self.compressor.tracker.install()
         _INSTALLED[model] = weakref.ref(self)
         self.installed = True
@@ -112,6 +115,9 @@ class Session:
         if self._restore is not None:
             self._restore()
             self._restore = None
+        if self._restore_heads is not None:
+            self._restore_heads()
+            self._restore_heads = None
 
     def __del__(self, suppress: Any = suppress) -> None:  # globals may be gone at exit
         # Whoever trains may have died without removing us.

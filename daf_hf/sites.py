@@ -4,7 +4,8 @@ A site's key is the module whose call saves the tensor, whether that module trai
 instructions (code object and offset) that lead to the operation, the kind of node that produced
 the tensor, and the ordinal among equal ones within the call. It does not count saves across
 modules or calls, so a dropped layer, a toggled dropout or an optional branch never shifts another
-site.
+site. An attention mask, which there is for padded batches alone, is told from the keys of a frozen
+projection, which no node produced either.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .allocation import Option
 from .codecs import Codec
@@ -227,10 +228,16 @@ def _do_nothing(*args: Any) -> None:
     pass
 
 
+def _kind(tensor: Tensor) -> str | bool:
+    """What a site's key says of how the tensor was made."""
+    if tensor.grad_fn is None:
+        return tensor.ndim == 4 and tensor.shape[1] == 1  # attention's mask: one for all heads
+    return _producer(type(tensor.grad_fn))
+
+
 @lru_cache(maxsize=4096)
-def _kind(producer: type) -> str:
-    """What a site's key says of the node that produced the tensor."""
-    kind = operation(producer.__name__)
+def _producer(node: type) -> str:
+    kind = operation(node.__name__)
     return "layout" if kind in LAYOUT_NODES else kind
 
 
@@ -321,18 +328,18 @@ class SiteTracker:
         calls = self._calls()
         return calls[-1].module if calls else self._root()
 
-    def site(self, frame: FrameType | None, producer: type) -> SaveSite:
+    def site(self, frame: FrameType | None, tensor: Tensor) -> SaveSite:
         """The site of a tensor that is being saved.
 
         Args:
             frame: the Python frame that called the operation.
-            producer: type of the tensor's ``grad_fn``.
+            tensor: with its ``grad_fn``, if it has one.
         """
         calls = self._calls()
         if not calls:
             calls.append(_Call(self._root(), ""))
         call = calls[-1]
-        path: tuple[Any, ...] = (_kind(producer),)
+        path: tuple[Any, ...] = (_kind(tensor),)
         if frame is not None:
             back = frame.f_back
             path = (*path, frame.f_code, frame.f_lasti)

@@ -126,7 +126,7 @@ class Pass(ABC):
         if compressor.recast_of(tensor) is not None:
             self.copied_bytes += self._first_seen(storage)
             return tensor.detach()
-        site = compressor.tracker.site(sys._getframe(1), type(tensor.grad_fn))
+        site = compressor.tracker.site(sys._getframe(1), tensor)
         site.shape, site.dtype = tensor.shape, tensor.dtype
         self.nbytes += self._first_seen(storage)
         shape, stride = tensor.shape, tensor.stride()

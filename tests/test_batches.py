@@ -54,6 +54,17 @@ def test_cut_takes_examples_and_tokens():
     assert cut_to["labels"].view(-1).shape == (15,)  # as models do
 
 
+def test_cut_keeps_padding_where_there_is_some():
+    mask = torch.ones(8, 16)
+    mask[3, 9:] = 0
+    _, cut_to = cut(((), {"input_ids": IDS, "attention_mask": mask}), 2, Batch(2, 4))
+    assert torch.equal(cut_to["input_ids"], IDS[2:4][:, [0, 1, 2, 15]])
+    assert cut_to["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
+    _, cut_to = cut(((), {"input_ids": IDS, "attention_mask": mask.flip(1)}), 2, Batch(2, 4))
+    assert torch.equal(cut_to["input_ids"], IDS[2:4, :4])
+    assert cut_to["attention_mask"].tolist() == [[1, 1, 1, 1], [0, 0, 0, 0]]
+
+
 def test_cut_leaves_the_inputs_alone():
     before = IDS.clone()
     _, kwargs = cut(((), {"input_ids": IDS}), 0, Batch(8, 16))

@@ -14,6 +14,7 @@ import torch
 from tiny import batch, build, compressed, gradients, hooks_on_stack, loss_of, nothing_held
 from torch import nn
 
+from daf_hf import compress_activations
 from daf_hf.batches import batch_of, scalar_loss
 from daf_hf.calibration import untouched
 
@@ -457,3 +458,16 @@ def test_untouched_restores_replaced_buffers():
         table.add_(1)
     assert model.table is table
     assert torch.equal(table, torch.zeros(3))
+
+
+def test_a_probe_of_few_tokens_is_padded_where_the_batch_is():
+    """Without padding attention is given no mask, and saves other tensors."""
+    model, inputs = build("llama", dropout=0.0), batch("llama", tokens=64)
+    inputs["attention_mask"][:, 60:] = 0
+    with compress_activations(model) as daf:
+        model(**inputs).loss.backward()
+    budget_mb = daf.report.plain_bytes / 16e6  # less than an example
+    with compress_activations(model, budget_mb=budget_mb) as daf:
+        model(**inputs).loss.backward()
+    large = [site for site in daf.report.sites if site.plain_bytes > 4096]
+    assert large and all(site.consumer != "unknown" for site in large)

@@ -133,7 +133,8 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_options_of_the_example_exist(page):
-    example = "".join(p.read_text(encoding="utf-8") for p in (ROOT / "examples/glue").glob("*.py"))
+    scripts = [p for name in ("glue", "common") for p in (ROOT / "examples" / name).glob("*.py")]
+    example = "".join(path.read_text(encoding="utf-8") for path in scripts)
     trainers = pytest.importorskip("transformers").TrainingArguments
     known = {field.name for field in dataclasses.fields(trainers)}
     known |= set(re.findall(r"^    (\w+): .* = field\(", example, re.MULTILINE))

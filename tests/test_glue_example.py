@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import BertConfig
+from transformers import AutoConfig, BertConfig
 
 ROOT = Path(__file__).parents[1]
 GLUE = ROOT / "examples" / "glue"
@@ -280,10 +280,11 @@ def test_every_task_has_metrics(data):
         ("llama", {"q_proj", "v_proj"}),
     ],
 )
-def test_default_target_modules(model_type, expected):
-    models = load_example("glue_model")
-    config = models.AutoConfig.for_model(model_type)
-    assert set(models.lora_config(models.LoraArguments(), config).target_modules) == expected
+def test_default_target_modules(script, model_type, expected):
+    models = importlib.import_module("common.models")
+    config = AutoConfig.for_model(model_type)
+    adapters = models.lora_config(models.LoraArguments(), config, "SEQ_CLS")
+    assert set(adapters.target_modules) == expected
 
 
 def test_packaged_model_that_is_not_installed(monkeypatch):
@@ -299,7 +300,7 @@ def test_tokenizer_from_vocabulary_and_merges(name):
     folder = SHARED_DATA / "tokenizers" / name
     if not folder.is_dir():
         pytest.skip(f"no {folder}; set DAF_HF_TEST_DATA to the folder above tokenizers/")
-    config = models.AutoConfig.for_model(name.split("-")[0])
+    config = AutoConfig.for_model(name.split("-")[0])
     arguments = models.ModelArguments(str(folder), from_config=True)
     tokenizer = models.build_tokenizer(arguments, config)
     assert tokenizer.pad_token is not None

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tiny import batch, build, compressed, gradients
 from torch import nn
 
+from daf_hf import compress_activations
 from daf_hf.sites import (
     DIM_BATCH,
     DIM_BOTH,
@@ -142,3 +143,40 @@ def test_a_followed_model_can_be_copied_and_pickled():
     assert torch.equal(twin(x)["loss"], expected)
     tracker.remove()
     assert torch.equal(pickle.loads(pickle.dumps(model))(x)["loss"], expected)
+
+
+class Attention(nn.Module):
+    """Attention to frozen keys, with or without a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Linear(16, 16)
+
+    def forward(self, x, mask=None):
+        split = [y.view(*x.shape[:2], 2, 8).transpose(1, 2) for y in (self.query(x), x)]
+        out = nn.functional.scaled_dot_product_attention(split[0], split[1], split[1], mask)
+        return {"loss": out.square().mean()}
+
+
+class Around(nn.Module):
+    """A model of one layer."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args):
+        return self.layer(*args)
+
+
+def test_a_mask_that_comes_and_goes_shifts_no_key():
+    model, x = Around(Attention()), torch.randn(4, 32, 16)
+    shapes = []
+    with compress_activations(model) as daf:
+        for mask in (None, torch.zeros(4, 1, 32, 32), None):
+            model(x, mask)["loss"].backward()
+            shapes.append({site.name: site.shape for site in daf.report.sites})
+    assert (4, 2, 32, 8) in shapes[0].values()
+    assert shapes[1] == {**shapes[0], **{n: (4, 1, 32, 32) for n in shapes[1].keys() - shapes[0]}}
+    assert len(shapes[1]) == len(shapes[0]) + 1
+    assert shapes[2] == shapes[1]

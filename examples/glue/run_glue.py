@@ -11,10 +11,9 @@ adapter beside them. ``--no_daf`` trains plainly, for comparison.
 
 from __future__ import annotations
 
-import logging
 import sys
 import warnings
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,16 +21,7 @@ import evaluate
 import torch
 from datasets import Dataset
 from glue_data import DataError, Task, get_task, load_splits
-from glue_model import (
-    LoraArguments,
-    ModelArguments,
-    ModelError,
-    build_config,
-    build_model,
-    build_tokenizer,
-    max_tokens,
-)
-from memory import PeakMemoryCallback
+from glue_model import ModelArguments, build_config, build_model, build_tokenizer
 from transformers import (
     DataCollatorWithPadding,
     EvalPrediction,
@@ -42,17 +32,18 @@ from transformers import (
     set_seed,
 )
 
-from daf_hf import BudgetError, DAFCallback, DAFConfig
+from daf_hf import BudgetError, DAFCallback
 from daf_hf.host_memory import tune_malloc
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from common.memory import PeakMemoryCallback
+from common.models import LoraArguments, ModelError, max_tokens
+from common.training import DAFArguments, UsageError, daf_config, show_daf_log, train
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 METRICS_MODULE = Path(__file__).with_name("metrics.py")
-
-
-class UsageError(ValueError):
-    """Options that do not go together."""
 
 
 @dataclass
@@ -80,38 +71,6 @@ class DataArguments:
     )
 
 
-@dataclass
-class DAFArguments:
-    """How saved activations are held: one of --budget_mb, --daf_config and --no_daf is needed."""
-
-    budget_mb: float | None = field(
-        default=None,
-        metadata={"help": "Bytes for saved activations, in 10^6; `inf` is exact."},
-    )
-    importance: str | None = field(
-        default=None,
-        metadata={"help": "What decides where bits go: gradient, error, ..."},
-    )
-    codec: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Codecs to choose from: auto, group+uniform, path/to/file.py:object, ..."
-        },
-    )
-    skip_padding: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Do not store rows of padding: true unless --daf_config says otherwise, as "
-            "the loss is the model's own and its examples come first."
-        },
-    )
-    daf_config: str | None = field(
-        default=None,
-        metadata={"help": "JSON or YAML file of options; those above override it."},
-    )
-    no_daf: bool = field(default=False, metadata={"help": "Train plainly."})
-
-
 Arguments = tuple[ModelArguments, DataArguments, LoraArguments, DAFArguments, TrainingArguments]
 
 
@@ -128,31 +87,6 @@ def parse_arguments(argv: list[str] | None = None) -> Arguments:
     if not torch.cuda.is_available():
         training.dataloader_pin_memory = False
     return model, data, lora, daf, training
-
-
-def daf_config(args: DAFArguments) -> DAFConfig | None:
-    """Return what the options ask for, or None for plain training.
-
-    Raises:
-        UsageError: if they ask for nothing, for opposites, or for something that DAF refuses.
-    """
-    options = {
-        name: value
-        for name in ("budget_mb", "importance", "codec", "skip_padding")
-        if (value := getattr(args, name)) is not None
-    }
-    if args.no_daf:
-        if options or args.daf_config:
-            raise UsageError("--no_daf goes with no other DAF option")
-        return None
-    if args.budget_mb is None and args.daf_config is None:
-        raise UsageError("choose one: --budget_mb MB, --daf_config FILE, or --no_daf")
-    try:
-        if args.daf_config:
-            return replace(DAFConfig.from_file(args.daf_config), **options)
-        return DAFConfig(**{"skip_padding": True, **options})
-    except (OSError, ValueError) as error:
-        raise UsageError(str(error)) from error
 
 
 def tokenize(
@@ -204,19 +138,6 @@ def make_compute_metrics(task: Task) -> Callable[[EvalPrediction], dict[str, flo
     return compute_metrics
 
 
-def train(trainer: Trainer, daf: DAFCallback | None, memory: PeakMemoryCallback) -> None:
-    """Train, and save the metrics, DAF's report and the adapter."""
-    metrics = trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint).metrics
-    metrics["train_model_rss_bytes"] = memory.baseline_bytes
-    metrics["train_peak_rss_above_model_bytes"] = memory.above_baseline_bytes
-    trainer.log_metrics("train", metrics)
-    trainer.save_metrics("train", metrics)
-    trainer.save_state()
-    trainer.save_model()
-    if daf is not None and trainer.is_world_process_zero():
-        daf.report.to_json(Path(trainer.args.output_dir or ".") / "daf_report.json")
-
-
 def evaluate_splits(trainer: Trainer, splits: dict[str, Dataset]) -> None:
     """Score every validation split in full; MNLI's second one under the prefix ``eval_mm``."""
     metrics: dict[str, float] = {}
@@ -226,15 +147,6 @@ def evaluate_splits(trainer: Trainer, splits: dict[str, Dataset]) -> None:
             metrics |= trainer.evaluate(dataset, metric_key_prefix=prefix)  # type: ignore[arg-type]
     trainer.log_metrics("eval", metrics)
     trainer.save_metrics("eval", metrics)
-
-
-def show_daf_log() -> None:
-    """Show what daf_hf is doing, such as a calibration that takes a while."""
-    logger = logging.getLogger("daf_hf")
-    logger.setLevel(logging.INFO)
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    logger.addHandler(handler)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -35,11 +35,11 @@ class PeakMemoryCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         if model is not None:
             _make_resident(model)
-        _reset_peak()
+        reset_peak()
         self.baseline_bytes = psutil.Process().memory_info().rss
 
     def on_train_end(self, args, state, control, **kwargs):
-        self.peak_bytes = _peak_bytes()
+        self.peak_bytes = peak_bytes()
 
 
 def _make_resident(model: nn.Module) -> None:
@@ -48,13 +48,13 @@ def _make_resident(model: nn.Module) -> None:
         parameter.detach().sum()
 
 
-def _reset_peak() -> None:
+def reset_peak() -> None:
     """Lower the kernel's high-water mark to the present resident size, where that is possible."""
     if _CLEAR_REFS.exists():
         _CLEAR_REFS.write_text("5", encoding="utf-8")
 
 
-def _peak_bytes() -> int:
+def peak_bytes() -> int:
     if _STATUS.exists():
         for line in _STATUS.read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):

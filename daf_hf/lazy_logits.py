@@ -1,0 +1,298 @@
+"""Logits that are not computed until somebody asks for something that needs all of them.
+
+A head that returns `LazyLogits` leaves the model's code as it is: what a language model does with
+its logits (casts, scaling, soft-capping, shifting, a log-softmax) works row by row and is noted;
+what reduces them (the cross-entropy, and the sums and gathers of label smoothing) is computed chunk
+by chunk; whatever else is asked of them gets the logits themselves, computed as ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .chunked_loss import RowFunction, reduced, summed_cross_entropy
+
+logger = logging.getLogger("daf_hf")
+
+_ATTRIBUTES = {"shape", "dtype", "device", "layout", "ndim", "requires_grad"} | {
+    f"is_{name}" for name in ("cpu", "cuda", "sparse", "quantized", "nested", "mkldnn", "meta")
+}
+_FACTS = {"size", "dim", "ndimension", "numel", "nelement", "element_size", "__len__"} | {
+    f"is_{name}" for name in ("floating_point", "complex")
+}
+_ELEMENTWISE = {
+    *("float", "tanh", "neg", "__neg__", "negative"),
+    *("mul", "multiply", "__mul__", "__rmul__", "div", "divide", "true_divide"),
+    *("__truediv__", "add", "__add__", "__radd__", "sub", "__sub__", "__rsub__"),
+}
+_TOO_LATE = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
+
+
+class LazyLogits(Tensor):
+    """The logits of hidden states, to be computed.
+
+    Args:
+        hidden: ``[..., width]``.
+        head: the linear layer, ``width`` to ``vocabulary``.
+        function: what maps hidden states to these values.
+    """
+
+    _hidden: Tensor
+    _head: nn.Linear
+    _function: RowFunction
+    _versions: tuple[int, ...]
+    _whole: Tensor | None
+    _used: bool
+
+    @staticmethod
+    def __new__(cls, hidden: Tensor, head: nn.Linear, function: RowFunction) -> LazyLogits:
+        with torch.no_grad(), _plain():  # no row of a head of one by one has the same dtype
+            bias = head.bias[:1] if head.bias is not None else None
+            nothing = function(hidden.new_empty((0, 1)), head.weight[:1, :1], bias)
+        self = Tensor._make_wrapper_subclass(
+            cls,
+            (*hidden.shape[:-1], head.out_features),
+            dtype=nothing.dtype,
+            device=hidden.device,
+            requires_grad=True,
+        )
+        self._hidden, self._head, self._function = hidden, head, function
+        self._whole, self._used = None, False
+        self._versions = tuple(tensor._version for tensor in _inputs(self))
+        return self
+
+    def whole(self) -> Tensor:
+        """The logits, computed once, with their history.
+
+        Raises:
+            RuntimeError: when what they are computed from was changed in place in the meantime.
+        """
+        if self._whole is None:
+            self._check()
+            with _plain(), torch.enable_grad():
+                self._whole = self._function(self._hidden, self._head.weight, self._head.bias)
+        return self._whole
+
+    def then(
+        self, operation: Callable[[Tensor], Tensor] | None = None, hidden: Tensor | None = None
+    ) -> LazyLogits:
+        """These values, changed row by row, or those of other hidden states made of these."""
+        self._check()
+        self._used = True
+        function = self._function if operation is None else self._function.then(operation)
+        return LazyLogits(self._hidden if hidden is None else hidden, self._head, function)
+
+    def reduce(self, by: Callable[..., Tensor], *args: Any) -> Tensor:
+        """Apply a function of :mod:`chunked_loss` to the rows, as ``[tokens, width]``."""
+        self._check()
+        self._used = True
+        hidden = self._hidden.reshape(-1, self._hidden.shape[-1])
+        return by(hidden, self._head.weight, self._head.bias, self._function, *args)
+
+    def _check(self) -> None:
+        if self._versions != tuple(tensor._version for tensor in _inputs(self)):
+            raise RuntimeError(
+                "hidden states or weights that logits are computed from were changed in place "
+                "before these were asked for; use chunked_loss=False"
+            )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        lazy = args[0] if args and isinstance(args[0], LazyLogits) else None
+        if lazy is not None and lazy._whole is None:
+            if _is_fact(func, name):
+                with _plain():
+                    return func(*args, **kwargs)
+            if name in _TOO_LATE:
+                raise RuntimeError(
+                    f"{name}() on logits that are never there as a whole; use chunked_loss=False"
+                )
+            rule = _RULES.get(name) if torch.is_grad_enabled() else None
+            found = rule(lazy, func, args[1:], kwargs) if rule is not None else None
+            if found is not None:
+                return found
+        return _on_whole(func, name, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(
+            f"{func} reached logits that are never there as a whole; use chunked_loss=False"
+        )
+
+
+def _inputs(lazy: LazyLogits) -> list[Tensor]:
+    found = (lazy._hidden, lazy._head.weight, lazy._head.bias)
+    return [tensor for tensor in found if tensor is not None]
+
+
+def _plain() -> Any:
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def _is_fact(func: Any, name: str) -> bool:
+    """Whether it is answered without any element."""
+    if name == "__get__":
+        return getattr(func.__self__, "__name__", "") in _ATTRIBUTES
+    return name in _FACTS
+
+
+def _on_whole(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Do it to the logits themselves; in place too, as long as nobody noted the old ones."""
+    changes = (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
+    changes |= name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, LazyLogits):
+            if changes and value._used:
+                raise RuntimeError(
+                    f"{name}() changes logits that others were made of, before these are "
+                    "computed; use chunked_loss=False"
+                )
+            if value._whole is None:
+                logger.info("daf_hf: the logits are computed as a whole, for %s()", name)
+            return value.whole()
+        if isinstance(value, (list, tuple)):
+            return type(value)(replaced(item) for item in value)
+        return value
+
+    with _plain():
+        return func(
+            *(replaced(value) for value in args),
+            **{key: replaced(value) for key, value in kwargs.items()},
+        )
+
+
+# Rules: (lazy, func, the other arguments, kwargs) -> the result, or None where they do not apply.
+
+
+def _elementwise(lazy: LazyLogits, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Casts and arithmetic with numbers, and with constants of one element."""
+    if not all(_is_constant(value) for value in (*args, *kwargs.values())):
+        return None
+    return lazy.then(lambda rows: func(rows, *args, **kwargs))
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.ndim == 0 and not value.requires_grad and not isinstance(value, LazyLogits)
+    return isinstance(value, (int, float, torch.dtype))
+
+
+def _cast(lazy: LazyLogits, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    values = (*args, *kwargs.values())
+    if len(values) == 1 and isinstance(values[0], torch.dtype):
+        return lazy.then(lambda rows: rows.to(values[0]))
+    return None
+
+
+def _contiguous(lazy: LazyLogits, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    return None if args or kwargs else lazy.then(_same)
+
+
+def _same(rows: Tensor) -> Tensor:
+    return rows
+
+
+def _log_softmax(lazy: LazyLogits, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    options = dict(kwargs)
+    dim = options.pop("dim", args[0] if args else None)
+    dtype = options.pop("dtype", None)
+    options.pop("_stacklevel", None)
+    if len(args) > 1 or options or not _is_last(lazy, dim):
+        return None
+    return lazy.then(lambda rows: torch.log_softmax(rows, -1, dtype=dtype))
+
+
+def _is_last(lazy: LazyLogits, dim: Any) -> bool:
+    if isinstance(dim, (list, tuple)) and len(dim) == 1:
+        (dim,) = dim
+    return isinstance(dim, int) and dim in (-1, lazy.ndim - 1)
+
+
+def _view(lazy: LazyLogits, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Other dimensions for the same rows."""
+    shape = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
+    if kwargs or not shape or not all(isinstance(size, int) for size in shape):
+        return None
+    shape = torch.empty(lazy.shape, device="meta").reshape(*shape).shape
+    if not shape or shape[-1] != lazy.shape[-1]:
+        return None
+    return lazy.then(hidden=lazy._hidden.reshape(*shape[:-1], lazy._hidden.shape[-1]))
+
+
+def _getitem(lazy: LazyLogits, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Some of the rows: slices that leave the last dimension whole."""
+    (index,) = args
+    index = index if isinstance(index, tuple) else (index,)
+    if not all(part is Ellipsis or isinstance(part, (int, slice)) for part in index):
+        return None
+    found = torch.empty(lazy.shape, device="meta")[index]
+    if not found.ndim or found.shape[-1] != lazy.shape[-1] or found.stride(-1) != 1:
+        return None
+    if Ellipsis in index or len(index) == lazy.ndim:
+        index = (*index[:-1], slice(None)) if index[-1] is not Ellipsis else index
+    return lazy.then(hidden=lazy._hidden[index])
+
+
+def _cross_entropy(lazy: LazyLogits, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The loss of a language model; class weights and soft targets are for whole logits."""
+    names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+    options = {**dict(zip((*names, "label_smoothing"), args, strict=False)), **kwargs}
+    target, reduction = options["target"], options.get("reduction", "mean")
+    old = [options.get(name) for name in ("weight", "size_average", "reduce")]
+    if old != [None] * 3 or lazy.ndim != 2 or target.ndim != 1 or reduction not in ("mean", "sum"):
+        return None
+    ignored = options.get("ignore_index", -100)
+    smoothing = options.get("label_smoothing", 0.0)
+    loss = lazy.reduce(summed_cross_entropy, target, ignored, smoothing)
+    return loss if reduction == "sum" else loss / (target != ignored).sum()
+
+
+def _gather(lazy: LazyLogits, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    options = {**dict(zip(("dim", "index"), args, strict=False)), **kwargs}
+    index = options.get("index")
+    if not isinstance(index, Tensor) or index.shape[:-1] != lazy.shape[:-1]:
+        return None
+    if not _is_last(lazy, options.get("dim")) or len(options) > 2:
+        return None
+    return _reduce(lazy, lambda rows, chosen: rows.gather(-1, chosen), index)
+
+
+def _sum(lazy: LazyLogits, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    options = {**dict(zip(("dim", "keepdim"), args, strict=False)), **kwargs}
+    dim, keepdim, dtype = (options.pop(name, None) for name in ("dim", "keepdim", "dtype"))
+    if options or not _is_last(lazy, dim):
+        return None
+    nothing = torch.empty((*lazy.shape[:-1], 0), dtype=torch.int64, device=lazy.device)
+    total = _reduce(lazy, lambda rows, _: rows.sum(-1, keepdim=True, dtype=dtype), nothing)
+    return total if keepdim else total.squeeze(-1)
+
+
+def _reduce(lazy: LazyLogits, reduce: Callable[..., Tensor], index: Tensor) -> Tensor:
+    count = math.prod(lazy.shape[:-1])
+    found = lazy.reduce(reduced, reduce, index.reshape(count, index.shape[-1]))
+    return found.reshape(*lazy.shape[:-1], found.shape[-1])
+
+
+_RULES: dict[str, Callable[[LazyLogits, Any, tuple, dict[str, Any]], Any]] = {
+    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    "to": _cast,
+    "contiguous": _contiguous,
+    "log_softmax": _log_softmax,
+    "view": _view,
+    "reshape": _view,
+    "__getitem__": _getitem,
+    "cross_entropy": _cross_entropy,
+    "gather": _gather,
+    "sum": _sum,
+}
