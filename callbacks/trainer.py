@@ -61,15 +61,21 @@ class DAFCallback(TrainerCallback):
             self._report = self._session.report(self._optimizer)
         return self._report
 
-    def set_budget(self, budget_mb: float) -> None:
-        """Change the budget, in MB of 10^6 bytes.
+    def set_budget(self, budget_mb: float | str) -> None:
+        """Change the budget, in MB of 10^6 bytes, from any thread at any moment.
+
+        What is held is within it when this returns, but for what is at its fewest bits already,
+        which stays until backward frees it. After the first step, a budget below what the last plan
+        needs at the least is raised to that, with one warning a run. Not for signal handlers: they
+        interrupt a thread that may be in the middle of this.
 
         Raises:
-            ValueError: when it is not a positive number.
+            ValueError: when it is neither a positive number nor ``"recommended"``.
         """
         self.config = self.config.with_budget(budget_mb)
-        if self._session is not None:
-            self._session.set_budget(self.config.budget_mb)
+        session = self._session
+        if session is not None:
+            session.set_budget(self.config.budget_mb)
 
     @contextmanager
     def loss_scope(self) -> Iterator[None]:
@@ -104,7 +110,7 @@ class DAFCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self._session is not None:
-            self._session.begin_step(state.global_step)
+            self._session.begin_step(state.global_step, state.max_steps)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

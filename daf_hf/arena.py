@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ PAGE_ELEMENTS = GROUPS_PER_PAGE * GROUP
 PART_PAGES = 128
 """Pages of a plane that are read at a time, where parts of a tensor will do."""
 
+_PART = PART_PAGES * PAGE_ELEMENTS
 _SEGMENT_BYTES_MAX = 1 << 22
 _SEGMENT_BYTES_MIN = 1 << 16
 _SEGMENTS_PER_BUDGET = 16
@@ -60,27 +61,30 @@ class Stored:
         self.table = array("i")
         self.rank: tuple[float, int, Stored] | None = None
 
-    def parts(self) -> Iterator[tuple[int, Stored]]:
-        """The same activation in parts, with the position of each one's first element.
+    def part_starts(self) -> range:
+        """Positions of the first elements of the parts in which it can be read.
 
         Where elements share no statistics but the tensor's, a part of the pages says all of a
-        part of the elements. What is given out is for reading alone.
+        part of the elements.
         """
         layout = self.layout
-        elements = PART_PAGES * PAGE_ELEMENTS
-        if layout.units > 1 or layout.numel <= elements:
-            yield 0, self
-            return
+        step = layout.numel if layout.units > 1 else _PART
+        return range(0, max(layout.numel, 1), max(step, 1))
+
+    def part(self, start: int) -> Stored:
+        """One of its parts, as long as its pages stay where they are; for reading alone."""
+        layout = self.layout
+        if len(self.part_starts()) == 1:
+            return self
+        numel = min(_PART, layout.numel - start)
+        part = dataclasses.replace(layout, numel=numel, cols=1, granularity=Granularity.TENSOR)
+        stored = Stored(part, self.bits, self.widths, self.costs)
         fixed = layout.statistics_pages
-        for start in range(0, layout.numel, elements):
-            numel = min(elements, layout.numel - start)
-            part = dataclasses.replace(layout, numel=numel, cols=1, granularity=Granularity.TENSOR)
-            stored = Stored(part, self.bits, self.widths, self.costs)
-            stored.table.extend(self.table[:fixed])
-            for plane in range(self.bits):
-                first = fixed + plane * layout.plane_pages + start // PAGE_ELEMENTS
-                stored.table.extend(self.table[first : first + part.plane_pages])
-            yield start, stored
+        stored.table.extend(self.table[:fixed])
+        for plane in range(self.bits):
+            first = fixed + plane * layout.plane_pages + start // PAGE_ELEMENTS
+            stored.table.extend(self.table[first : first + part.plane_pages])
+        return stored
 
     def lower(self) -> int | None:
         """The next lower width, None at the floor."""
@@ -128,6 +132,7 @@ class Arena:
         self.used_pages = 0
         self.demotions = 0
         self.demoted_pages = 0
+        self.limits_set = 0
         self.stored_elements = 0
         self.stored_bits = 0
         self._free = array("i")
@@ -246,6 +251,7 @@ class Arena:
             what is live, and the rest follows as activations are freed.
         """
         self.limit_bytes = limit_bytes
+        self.limits_set += 1
         while self.held_bytes > limit_bytes and self._order:
             self.demote_cheapest()
         within = self.held_bytes <= limit_bytes

@@ -16,6 +16,8 @@ from typing import Any
 
 import yaml
 
+from .schedule import check_schedule
+
 BACKENDS = ("auto", "reference", "cpu", "triton", "cuda")
 PACKING = ("device", "host", "auto")
 OVERFLOW = ("error", "spill")
@@ -42,6 +44,12 @@ class DAFConfig:
         math.inf,
         "Hard cap, in MB of 10^6 bytes, on all bytes held for the backward pass. inf stores "
         "everything exactly; 'recommended' leaves the number to the first calibration.",
+    )
+    budget_schedule: Any = _option(
+        (),
+        "Budgets that follow budget_mb: a list of [step, MB] pairs, with a step number (an "
+        "integer) or a fraction of the training (0.0 to 1.0) as the step; a callable "
+        "(step, steps) -> MB, or its name as 'package.module:object' or 'path/to/file.py:object'.",
     )
     bits: tuple[int, ...] = _option(
         (0, 1, 2, 3, 4, 5, 6, 8), "Bit widths that the allocator may choose from."
@@ -104,6 +112,7 @@ class DAFConfig:
     def __post_init__(self) -> None:
         put = object.__setattr__
         put(self, "budget_mb", check_budget(self.budget_mb))
+        put(self, "budget_schedule", check_schedule(self.budget_schedule))
         put(self, "bits", self._bits())
         put(self, "calibrate_at", _integers("calibrate_at", self.calibrate_at, 0))
         put(self, "include", _patterns("include", self.include))

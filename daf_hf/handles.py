@@ -209,7 +209,7 @@ class Pages(Physical):
         private: bool,
         stored: Stored,
         dtype: torch.dtype,
-        decode: Callable[[Stored, torch.dtype], Tensor],
+        decode: Callable[..., Tensor],
     ) -> None:
         super().__init__(site, lease, private)
         self.stored = stored
@@ -224,8 +224,8 @@ class Pages(Physical):
     def parts(self) -> Iterator[tuple[int, Tensor]]:
         if self.private:
             self._check_consumer()
-        for start, part in self.stored.parts():
-            yield start, self.decode(part, self.dtype)
+        for start in self.stored.part_starts():
+            yield start, self.decode(self.stored, self.dtype, start)
 
     def _check_consumer(self) -> None:
         node = torch._C._current_autograd_node()

@@ -298,10 +298,12 @@ class Placement:
 
     # Restoring ---------------------------------------------------------------------------------
 
-    def decode(self, stored: Stored, dtype: torch.dtype) -> Tensor:
-        """The elements of ``stored`` as a new flat tensor."""
+    def decode(self, stored: Stored, dtype: torch.dtype, start: int | None = None) -> Tensor:
+        """The elements of ``stored``, or of its part that starts there, as a new flat tensor."""
         with self.lock:
             began = perf_counter()
+            if start is not None:
+                stored = stored.part(start)  # now that nobody moves or drops its pages
             if not self.packer or self.packer.idle:  # to trim is to wait for all jobs
                 self.arena.trim_if_idle()
             out = self.workspace.empty(stored.layout.numel, dtype, self.device)
