@@ -70,7 +70,7 @@ class DAFCallback(TrainerCallback):
         interrupt a thread that may be in the middle of this.
 
         Raises:
-            ValueError: when it is neither a positive number nor ``"recommended"``.
+            ValueError: when it is neither a positive number nor ``"auto"`` nor ``"recommended"``.
         """
         self.config = self.config.with_budget(budget_mb)
         session = self._session

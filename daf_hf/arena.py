@@ -282,8 +282,12 @@ class Arena:
             self._return_segments(empty)
         self._looked_at = len(self._free)
 
-    def _footprint(self) -> int:
+    @property
+    def taken_bytes(self) -> int:
         """Bytes taken from the device, page tables and outside bytes included."""
+        return self._footprint()
+
+    def _footprint(self) -> int:
         return self.reserved_bytes + self.used_pages * TABLE_ENTRY_BYTES + self.outside_bytes
 
     def _grow_to(self, pages: int) -> bool:

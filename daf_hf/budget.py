@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from time import monotonic
 from typing import Any
 
-from .config import RECOMMENDED, DAFConfig
+from .config import AUTO, RECOMMENDED, DAFConfig
+from .governor import Governor, Watchman
+from .memory_left import MemoryLeft
 from .planning import Planner
 from .saved_tensors import Compressor
 from .schedule import Schedule
@@ -29,12 +32,14 @@ class Budget:
 
     Attributes:
         config: the options, with the budget that was asked for last.
+        installed: the session is; while it is, or anything is held, ``"auto"`` has its thread.
         running: an optimizer step was made. A budget that is too small is raised from then on.
         scheduled_mb: what the schedule said last; None when it said nothing yet.
     """
 
     def __init__(self, config: DAFConfig, compressor: Compressor, planner: Planner) -> None:
         self.config = config
+        self.installed = False
         self.running = False
         self.scheduled_mb: float | None = None
         self._schedule = Schedule(config.budget_schedule)
@@ -42,6 +47,13 @@ class Budget:
         self._planner = planner
         self._lock = threading.RLock()
         self._told = False
+        self._asked = config.budget_bytes
+        self._step = 0
+        self._governor: Governor | None = None
+        self._left = MemoryLeft(compressor.arena.device)
+        self._watchman = Watchman(self._look)
+        if config.budget_mb == AUTO:
+            self._govern()
 
     @property
     def limit_bytes(self) -> float:
@@ -52,15 +64,19 @@ class Budget:
         """Change the budget; effective before the next byte is stored.
 
         Args:
-            budget_mb: in MB of 10^6 bytes, or ``"recommended"``. One below what the last plan needs
-                at the least is raised to that, once there was a step, with one warning a run.
+            budget_mb: in MB of 10^6 bytes, ``"recommended"`` or ``"auto"``. One below what the last
+                plan needs at the least is raised to that, once there was a step, with one warning
+                a run.
             cause: for the log.
 
         Raises:
-            ValueError: when it is neither.
+            ValueError: when it is none of these.
         """
         with self._lock:
             self.config = self.config.with_budget(budget_mb)
+            self._governor = None
+            if self.config.budget_mb == AUTO:
+                return self._govern()
             self._put(self.config.budget_bytes, cause)
 
     def recommend(self, limit_bytes: float) -> None:
@@ -75,13 +91,48 @@ class Budget:
         Raises:
             ValueError: see :meth:`daf_hf.schedule.Schedule.at`.
         """
+        self._step += 1
         scheduled = self._schedule.at(step, steps) if self._schedule else None
         if scheduled is not None and scheduled != self.scheduled_mb:
             with self._lock:
                 self.scheduled_mb = scheduled
                 self._put(scheduled * 1e6, f"the schedule at step {step}")
 
+    # What the device has left ------------------------------------------------------------------
+
+    def install(self) -> None:
+        """The session was installed: from now on, ``"auto"`` follows the device."""
+        self.installed = True
+        if self._governor is not None:
+            self._watchman.start()
+
+    def _govern(self) -> None:
+        """Begin to follow what the device has left."""
+        config = self.config
+        governor = Governor(config.headroom_mb * 1e6, config.budget_step_mb * 1e6)
+        reading, arena = self._left.read(), self._compressor.arena
+        change = governor.first(reading, arena.taken_bytes)
+        self._governor = governor
+        self._put(change.limit_bytes, change.cause)
+        if self.installed:
+            self._watchman.start()
+
+    def _look(self) -> bool:
+        """Follow the device; False when there is nothing to follow any more."""
+        if self._governor is None or not (self.installed or self._compressor.arena.held_bytes):
+            return False
+        taken = self._compressor.arena.taken_bytes  # first: what is taken meanwhile counts twice
+        reading = self._left.read()
+        with self._lock:
+            if self._governor is not None:
+                step = self._step
+                change = self._governor.next(reading, self._asked, taken, monotonic(), step)
+                if change is not None:
+                    self._put(change.limit_bytes, change.cause)
+        return True
+
     def _put(self, limit: float, cause: str) -> None:
+        self._asked = limit
         before, least = self.limit_bytes, self._planner.least_bytes
         if self.running and limit < least:
             self._tell(

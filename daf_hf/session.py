@@ -108,12 +108,13 @@ class Session:
         self.compressor.tracker.install()
         _INSTALLED[model] = weakref.ref(self)
         self.installed = True
+        self.budget.install()
 
     def remove(self) -> None:
         """Leave the model as it was found. What is still held stays until its graph goes."""
         if not self.installed:
             return
-        self.installed = False
+        self.installed = self.budget.installed = False
         self.compressor.tracker.remove()
         self.compressor.release_idle()
         if self._restore is not None:
@@ -298,8 +299,8 @@ class Session:
         See :meth:`daf_hf.budget.Budget.set`.
 
         Raises:
-            ValueError: when it is neither a positive number nor ``"recommended"``, which the next
-                forward pass then puts a number to.
+            ValueError: when it is neither a positive number nor ``"auto"`` nor ``"recommended"``,
+                which the next forward pass then puts a number to.
         """
         self.budget.set(budget_mb, cause)
 
