@@ -9,6 +9,7 @@ from time import monotonic
 from typing import Any
 
 from .config import AUTO, RECOMMENDED, DAFConfig
+from .control import listen
 from .governor import Governor, Watchman
 from .memory_left import MemoryLeft
 from .planning import Planner
@@ -101,8 +102,9 @@ class Budget:
     # What the device has left ------------------------------------------------------------------
 
     def install(self) -> None:
-        """The session was installed: from now on, ``"auto"`` follows the device."""
+        """The session was installed: ``"auto"`` follows the device, other processes may ask."""
         self.installed = True
+        listen(self)
         if self._governor is not None:
             self._watchman.start()
 

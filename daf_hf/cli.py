@@ -1,7 +1,7 @@
 """``daf-hf``: the command line.
 
 ``daf-hf plan MODEL`` tells what budgets would do to a model on a batch, without training; see
-:func:`daf_hf.plan`.
+:func:`daf_hf.plan`. ``daf-hf budget PID MB`` changes the budget of a training that goes on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 from ._version import __version__
 from .budget_plan import BudgetPlan
 from .cli_model import UsageError, add_model_arguments, build_batch, build_model
-from .config import DAFConfig
+from .config import DAFConfig, check_budget
+from .control import ControlError, ask
 from .forecast import plan
 from .plan_plot import check_plot, save_plot
 
@@ -44,7 +45,23 @@ def _parser() -> argparse.ArgumentParser:
             "bits, predicted error of the gradient.",
         )
     )
+    _add_budget(commands.add_parser("budget", help="change the budget of a training that goes on"))
     return parser
+
+
+def _add_budget(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("pid", type=int, metavar="PID", help="the process that trains")
+    parser.add_argument("budget_mb", metavar="MB", help="in 10^6 bytes; also auto, inf")
+    parser.set_defaults(run=_budget)
+
+
+def _budget(options: argparse.Namespace) -> None:
+    """``daf-hf budget``."""
+    try:
+        check_budget(options.budget_mb)
+        print(ask(options.pid, options.budget_mb))
+    except (ControlError, ValueError) as error:
+        raise UsageError(str(error)) from error
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
