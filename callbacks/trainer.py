@@ -7,14 +7,18 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging as transformers_logging
 
 from daf_hf.accounting import MemoryReport
+from daf_hf.checkpoint import restore as restore_state
+from daf_hf.checkpoint import save as save_state
 from daf_hf.config import DAFConfig
 from daf_hf.plan_table import plan_table
 from daf_hf.session import Session
@@ -101,6 +105,10 @@ class DAFCallback(TrainerCallback):
         self._optimizer = kwargs.get("optimizer")
         self._shown = False
         self._session = Session(kwargs["model"], self.config)
+        checkpoint = _resumed_from()
+        if checkpoint is not None and restore_state(self._session, checkpoint):
+            logger.info("daf_hf: what was measured is taken from %s", checkpoint)
+        self.config = self._session.config
         self._session.install()
         trainer = _caller(Trainer)
         if trainer is not None:
@@ -121,6 +129,13 @@ class DAFCallback(TrainerCallback):
         if not self._shown and state.is_world_process_zero:
             self._shown = True
             trainer_logger.warning("\n%s", plan_table(self._session))
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        if self._session is not None and args.should_save and folder.is_dir():
+            save_state(self._session, folder)
 
     def on_log(
         self,
@@ -237,5 +252,17 @@ def _caller(kind: type[Found]) -> Found | None:
         found = frame.f_locals.get("self")
         if isinstance(found, kind):
             return found
+        frame = frame.f_back
+    return None
+
+
+def _resumed_from() -> str | None:
+    """The folder of the checkpoint that training goes on from, of which no event tells."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), Trainer):
+            found = frame.f_locals.get("resume_from_checkpoint")
+            if isinstance(found, str):
+                return found
         frame = frame.f_back
     return None

@@ -43,6 +43,7 @@ class Budget:
         self.installed = False
         self.running = False
         self.scheduled_mb: float | None = None
+        self._configured = config.budget_mb
         self._schedule = Schedule(config.budget_schedule)
         self._compressor = compressor
         self._planner = planner
@@ -98,6 +99,29 @@ class Budget:
             with self._lock:
                 self.scheduled_mb = scheduled
                 self._put(scheduled * 1e6, f"the schedule at step {step}")
+
+    def state(self) -> dict[str, Any]:
+        """What :meth:`restore` needs, in a later process."""
+        with self._lock:
+            return {
+                "configured_mb": self._configured,
+                "budget_mb": self.config.budget_mb,
+                "asked_bytes": self._asked,
+                "scheduled_mb": self.scheduled_mb,
+            }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on with an earlier run's budget, unless another one was configured since then."""
+        with self._lock:
+            if state["configured_mb"] != self._configured:
+                return
+            self.config = self.config.with_budget(state["budget_mb"])
+            self.scheduled_mb = state["scheduled_mb"]
+            if self.config.budget_mb == AUTO:
+                self._govern()
+            else:
+                self._governor = None
+                self._put(state["asked_bytes"], "the checkpoint")
 
     # What the device has left ------------------------------------------------------------------
 
