@@ -19,6 +19,7 @@ from sortedcontainers import SortedList
 
 from .host_memory import advise_huge_pages
 from .kernels.format import GROUP, GROUPS_PER_PAGE, PAGE_BYTES, Granularity, Layout, PageSpace
+from .spill import Parcel
 
 TABLE_ENTRY_BYTES = 4
 PAGE_COST = PAGE_BYTES + TABLE_ENTRY_BYTES
@@ -47,9 +48,14 @@ class Stored:
         table: ``array('i')`` of page numbers.
         widths: widths it may be demoted to, ascending; the first is its floor.
         costs: ``costs[b]`` is the predicted cost of storing it at ``b`` bits (0..8).
+        spills: planes that leave the arena are kept elsewhere, so it may go below its floor.
+        spilled: these planes, least significant first: how many, and where they are.
     """
 
-    __slots__ = ("__weakref__", "bits", "costs", "layout", "rank", "table", "widths")
+    __slots__ = (
+        *("__weakref__", "bits", "costs", "layout", "rank", "spilled", "spills", "table"),
+        "widths",
+    )
 
     def __init__(
         self, layout: Layout, bits: int, widths: Sequence[int], costs: Sequence[float]
@@ -60,6 +66,8 @@ class Stored:
         self.costs = costs
         self.table = array("i")
         self.rank: tuple[float, int, Stored] | None = None
+        self.spills = False
+        self.spilled: list[tuple[int, Parcel]] = []
 
     def part_starts(self) -> range:
         """Positions of the first elements of the parts in which it can be read.
@@ -87,8 +95,10 @@ class Stored:
         return stored
 
     def lower(self) -> int | None:
-        """The next lower width, None at the floor."""
+        """The next lower width, None at the floor (without planes, where these are spilled)."""
         below = [width for width in self.widths if width < self.bits]
+        if not below and self.spills and self.bits and self.costs:
+            below = [0]
         return below[-1] if below and self.layout.plane_pages else None
 
     def demotion_score(self) -> float:
@@ -111,6 +121,10 @@ class Arena:
         before_change: called before what is live is demoted or moved, and before segments are
             given back: whoever still reads or writes pages is to be waited for.
         pinned: segments are of pinned host memory.
+
+    Attributes:
+        spill: takes the planes that are dropped, as a flat tensor of their pages, and says where
+            they are; None where it has no room. Without it they are lost.
     """
 
     def __init__(
@@ -123,6 +137,7 @@ class Arena:
         self.limit_bytes = limit_bytes
         self.device = torch.device(device)
         self.pinned = pinned
+        self.spill: Callable[[torch.Tensor], Parcel | None] | None = None
         self._before_change = before_change
         target = limit_bytes / _SEGMENTS_PER_BUDGET if math.isfinite(limit_bytes) else math.inf
         size = min(max(target, _SEGMENT_BYTES_MIN), _SEGMENT_BYTES_MAX)
@@ -177,6 +192,7 @@ class Arena:
             del self._free[-pages:]
             self._looked_at = min(self._looked_at, len(self._free))
             self.used_pages += pages
+        stored.spills = self.spill is not None
         self._live.add(stored)
         self.stored_elements += stored.layout.numel
         self.stored_bits += stored.layout.numel * stored.bits
@@ -221,12 +237,57 @@ class Arena:
         stored.rank = None
         lower = stored.lower()
         assert lower is not None, score
+        if stored.spills and not self._spill_planes(stored, lower):
+            stored.spills = False
+            return self._rank(stored)  # to be dropped at its turn, as far as it may be
         self.stored_bits -= stored.layout.numel * (stored.bits - lower)
         self.demoted_pages += (stored.bits - lower) * stored.layout.plane_pages
         stored.bits = lower
         self._give_back(stored, stored.layout.pages(lower))
         self.demotions += 1
         self._rank(stored)
+
+    def _spill_planes(self, stored: Stored, lower: int) -> bool:
+        """Keep the planes above a width elsewhere; False where they have no room there."""
+        assert self.spill is not None
+        pages = self.read_pages(stored.table[stored.layout.pages(lower) :])
+        try:
+            parcel = self.spill(pages.view(-1))
+        except OSError:
+            self._rank(stored)
+            raise
+        if parcel is not None:
+            stored.spilled.append((stored.bits - lower, parcel))
+        return parcel is not None
+
+    def whole(self, stored: Stored) -> tuple[Stored, PageSpace]:
+        """An activation with all its planes, and the pages that it has: spilled ones are copies."""
+        if not stored.spilled:
+            return stored, self.space
+        bits = stored.bits + sum(planes for planes, _ in stored.spilled)
+        count, kept = stored.layout.pages(bits), len(stored.table)
+        pages = torch.empty(count * PAGE_BYTES, dtype=torch.uint8, device=self.device)
+        pages[: kept * PAGE_BYTES] = self.read_pages(stored.table).view(-1)
+        end = kept * PAGE_BYTES
+        for planes, parcel in reversed(stored.spilled):
+            start, end = end, end + planes * stored.layout.plane_pages * PAGE_BYTES
+            parcel.read(pages[start:end])
+        whole = Stored(stored.layout, bits, stored.widths, stored.costs)
+        whole.table.extend(range(count))
+        size = 1 << max(count - 1, 0).bit_length()
+        return whole, PageSpace(size, [pages], array("q", [pages.data_ptr()]))
+
+    def read_pages(self, numbers: Sequence[int]) -> torch.Tensor:
+        """A copy of pages: ``uint8 [pages, PAGE_BYTES]``."""
+        per, wanted = self.space.pages_per_segment, np.array(numbers, np.int64)
+        out = torch.empty((len(wanted), PAGE_BYTES), dtype=torch.uint8, device=self.device)
+        for index in np.unique(wanted // per):
+            here = torch.from_numpy(np.flatnonzero(wanted // per == index)).to(self.device)
+            rows = torch.from_numpy(wanted[wanted // per == index] % per).to(self.device)
+            segment = self.space.segments[index]
+            assert segment is not None
+            out[here] = segment.view(-1, PAGE_BYTES)[rows]
+        return out
 
     def _rank(self, stored: Stored) -> None:
         score = stored.demotion_score()

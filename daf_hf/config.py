@@ -97,7 +97,11 @@ class DAFConfig:
         "error",
         "When even the fewest bits do not fit: 'error' refuses the budget in the first step (and "
         "spills later on, so that a run is not lost); 'spill' goes to host memory (from an "
-        "accelerator) or to a temporary file (from a CPU) from the start.",
+        "accelerator) or to a temporary file (from a CPU) from the start, as do the planes that "
+        "are dropped otherwise.",
+    )
+    spill_mb: float = _option(
+        math.inf, "MB that may be spilled at any moment; when they are used up, planes are dropped."
     )
     calibration_batch: int = _option(4, "Examples of a batch that a calibration probes.")
     calibrate_at: tuple[int, ...] = _option(
@@ -124,6 +128,7 @@ class DAFConfig:
         put = object.__setattr__
         put(self, "budget_mb", check_budget(self.budget_mb))
         put(self, "budget_schedule", check_schedule(self.budget_schedule))
+        put(self, "spill_mb", _size("spill_mb", self.spill_mb, zero=True, endless=True))
         put(self, "headroom_mb", _size("headroom_mb", self.headroom_mb, zero=True))
         put(self, "budget_step_mb", _size("budget_step_mb", self.budget_step_mb))
         put(self, "bits", self._bits())
@@ -291,10 +296,10 @@ def check_budget(value: Any) -> float | str:
     return number
 
 
-def _size(name: str, value: Any, zero: bool = False) -> float:
-    """A finite number of MB, of more than 0 unless that will do."""
+def _size(name: str, value: Any, zero: bool = False, endless: bool = False) -> float:
+    """A number of MB, of more than 0 and finite unless these will do."""
     number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
-    if not (number > 0 or (zero and number == 0)) or math.isinf(number):
+    if not (number > 0 or (zero and number == 0)) or (math.isinf(number) and not endless):
         least = "of at least 0" if zero else "above 0"
         raise ValueError(f"{name}={value!r}: use a number of MB (10^6 bytes) {least}")
     return number
