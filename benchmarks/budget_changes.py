@@ -75,7 +75,7 @@ def training(options: argparse.Namespace) -> Training:
     inputs = {"input_ids": ids, "labels": ids[:, 0] % 2}
     daf = compress_activations(model, budget_mb=options.high, calibrate_at=(0,))
     made = Training(model, inputs, list(plain.roberta.encoder.layer), daf)
-    for _ in range(2):
+    for _ in range(3):
         made.step()
     return made
 
