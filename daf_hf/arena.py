@@ -277,7 +277,7 @@ class Arena:
         size = 1 << max(count - 1, 0).bit_length()
         return whole, PageSpace(size, [pages], array("q", [pages.data_ptr()]))
 
-    def read_pages(self, numbers: Sequence[int]) -> torch.Tensor:
+    def read_pages(self, numbers: Sequence[int] | np.ndarray) -> torch.Tensor:
         """A copy of pages: ``uint8 [pages, PAGE_BYTES]``."""
         per, wanted = self.space.pages_per_segment, np.array(numbers, np.int64)
         out = torch.empty((len(wanted), PAGE_BYTES), dtype=torch.uint8, device=self.device)
@@ -465,15 +465,23 @@ class Arena:
             self.space.pointers[index] = 0
 
     def _copy_pages(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        per = self.space.pages_per_segment
-        pairs = np.stack((sources // per, targets // per), 1)
-        for source, target in np.unique(pairs, axis=0):
-            here = (pairs[:, 0] == source) & (pairs[:, 1] == target)
-            index = [torch.from_numpy(ids[here] % per).long() for ids in (sources, targets)]
-            from_, to = self.space.segments[source], self.space.segments[target]
+        """Copy pages; neighbours that stay neighbours, as those of a plane mostly do, at once."""
+        per, segments = self.space.pages_per_segment, self.space.segments
+        step = np.diff(sources)
+        same = (step == np.diff(targets)) & (np.abs(step) == 1)
+        same &= (np.diff(sources // per) == 0) & (np.diff(targets // per) == 0)
+        same[1:] &= step[1:] == step[:-1]  # not one way and then back
+        starts = np.flatnonzero(np.concatenate(([True], ~same)))
+        ends = np.append(starts[1:], len(sources))
+        counts = (ends - starts).tolist()
+        sources = np.minimum(sources[starts], sources[ends - 1])
+        targets = np.minimum(targets[starts], targets[ends - 1])
+        for source, target, count in zip(sources.tolist(), targets.tolist(), counts, strict=True):
+            from_, to = segments[source // per], segments[target // per]
             assert from_ is not None and to is not None
-            rows = from_.view(-1, PAGE_BYTES)[index[0].to(self.device)]
-            to.view(-1, PAGE_BYTES)[index[1].to(self.device)] = rows
+            source, target = source % per * PAGE_BYTES, target % per * PAGE_BYTES
+            nbytes = count * PAGE_BYTES
+            to[target : target + nbytes] = from_[source : source + nbytes]
 
     def check(self) -> None:
         """Assert the invariants: every page is owned once, and what is counted is what is held.
