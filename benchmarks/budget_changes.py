@@ -1,7 +1,9 @@
 """What a change of the budget costs, and gives back, in the middle of a training step.
 
-Four questions, a table or picture each:
+Five questions, a table or picture each:
 
+- a fall of the budget of an arena full of activations: time to drop planes, and to move pages
+  together and give segments back;
 - a fall in mid-forward: time, planes dropped, resident memory given back, and whether the plan at
   the old budget is afterwards what it was;
 - one iteration under a budget that falls through its forward pass and rises through its backward
@@ -16,8 +18,11 @@ LoRA (r = 8 on query and value).
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import random
 import statistics
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +36,10 @@ from torch import nn
 from transformers import RobertaConfig, RobertaForSequenceClassification
 
 from daf_hf import compress_activations
-from daf_hf.kernels.format import PAGE_BYTES
+from daf_hf.arena import Arena, Stored
+from daf_hf.codecs import Codec
+from daf_hf.host_memory import tune_malloc
+from daf_hf.kernels.format import PAGE_BYTES, Granularity
 from daf_hf.tables import render_table
 
 MB = 1e6
@@ -70,7 +78,10 @@ def training(options: argparse.Namespace) -> Training:
     )
     plain = RobertaForSequenceClassification(config).train()
     lora = LoraConfig(r=8, target_modules=["query", "value"], modules_to_save=["classifier"])
-    model = get_peft_model(plain, lora)
+    with warnings.catch_warnings():
+        # PEFT's use of a name that transformers has deprecated.
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        model = get_peft_model(plain, lora)
     ids = torch.randint(3, 1000, (options.batch, options.tokens))
     inputs = {"input_ids": ids, "labels": ids[:, 0] % 2}
     daf = compress_activations(model, budget_mb=options.high, calibrate_at=(0,))
@@ -82,11 +93,52 @@ def training(options: argparse.Namespace) -> Training:
 
 def at_layers(made: Training, act: Callable[[int, bool], None]) -> Callable[[], None]:
     """Call ``act(layer, forward)`` as the passes go on; returns what ends that."""
-    hooks = []
-    for number, layer in enumerate(made.layers):
-        hooks.append(layer.register_forward_hook(lambda *_, n=number: act(n, True)))
-        hooks.append(layer.register_full_backward_hook(lambda *_, n=number: act(n, False)))
-    return lambda: [hook.remove() for hook in hooks] and None
+
+    def hook(number: int) -> Callable[..., None]:
+        def passed(layer: nn.Module, inputs: Any, output: Any) -> None:
+            act(number, True)
+            tensor = output[0] if isinstance(output, tuple) else output
+            if tensor.requires_grad:  # not while importances are measured
+                tensor.register_hook(lambda gradient: act(number, False))
+
+        return passed
+
+    hooks = [layer.register_forward_hook(hook(n)) for n, layer in enumerate(made.layers)]
+
+    def end() -> None:
+        for each in hooks:
+            each.remove()
+
+    return end
+
+
+def arena_alone(options: argparse.Namespace) -> dict[str, float]:
+    """Pages of activations of roberta-base's sizes at 2 to 6 bits; nothing is encoded."""
+    draw, arena, kept = random.Random(0), Arena(options.high * MB), []
+    codec = Codec(Granularity.TOKEN, "normal")
+    for numel in itertools.cycle((32 * 128 * 768, 32 * 128 * 3072, 32 * 12 * 128 * 128)):
+        bits, scale = draw.randint(2, 6), draw.uniform(0.5, 2)
+        costs = tuple(scale * 4.0**-b for b in range(9))
+        kept.append(Stored(codec.layout(numel, 768, bits), bits, tuple(range(9)), costs))
+        if not arena.insert(kept[-1]):
+            break
+    for segment in arena.space.segments:
+        segment.fill_(1)  # or it would not be resident
+    process = psutil.Process()
+    resident, held = process.memory_info().rss, arena.held_bytes
+    began = perf_counter()
+    while arena.held_bytes > options.low * MB:
+        arena.demote_cheapest()
+    dropped = perf_counter()
+    arena.set_limit(options.low * MB)
+    ended = perf_counter()
+    return {
+        "demotions": arena.demotions,
+        "dropped_mb": (held - arena.held_bytes) / MB,
+        "dropping_milliseconds": (dropped - began) * 1e3,
+        "moving_milliseconds": (ended - dropped) * 1e3,
+        "resident_given_back_mb": (resident - process.memory_info().rss) / MB,
+    }
 
 
 def fall(made: Training, options: argparse.Namespace) -> dict[str, float]:
@@ -225,8 +277,11 @@ def main() -> None:
     parser.add_argument("--plot", metavar="FILE", help="draw one iteration there")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     options = parser.parse_args()
+    tune_malloc()
+    found: dict[str, Any] = {"arena": arena_alone(options)}
+    print(table("an arena alone", [found["arena"]], ""))
     made = training(options)
-    found: dict[str, Any] = {"fall": fall(made, options)}
+    found["fall"] = fall(made, options)
     size = f"{options.layers} layers of {options.hidden}, {options.batch} x {options.tokens} tokens"
     cells = [(name, f"{value:.4g}") for name, value in found["fall"].items()]
     title = f"a fall from {options.high:g} to {options.low:g} MB in mid-forward"
