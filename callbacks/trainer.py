@@ -7,14 +7,18 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging as transformers_logging
 
 from daf_hf.accounting import MemoryReport
+from daf_hf.checkpoint import restore as restore_state
+from daf_hf.checkpoint import save as save_state
 from daf_hf.config import DAFConfig
 from daf_hf.plan_table import plan_table
 from daf_hf.session import Session
@@ -61,15 +65,21 @@ class DAFCallback(TrainerCallback):
             self._report = self._session.report(self._optimizer)
         return self._report
 
-    def set_budget(self, budget_mb: float) -> None:
-        """Change the budget, in MB of 10^6 bytes.
+    def set_budget(self, budget_mb: float | str) -> None:
+        """Change the budget, in MB of 10^6 bytes, from any thread at any moment.
+
+        What is held is within it when this returns, but for what is at its fewest bits already,
+        which stays until backward frees it. After the first step, a budget below what the last plan
+        needs at the least is raised to that, with one warning a run. Not for signal handlers: they
+        interrupt a thread that may be in the middle of this.
 
         Raises:
-            ValueError: when it is not a positive number.
+            ValueError: when it is neither a positive number nor ``"auto"`` nor ``"recommended"``.
         """
         self.config = self.config.with_budget(budget_mb)
-        if self._session is not None:
-            self._session.set_budget(self.config.budget_mb)
+        session = self._session
+        if session is not None:
+            session.set_budget(self.config.budget_mb)
 
     @contextmanager
     def loss_scope(self) -> Iterator[None]:
@@ -95,6 +105,10 @@ class DAFCallback(TrainerCallback):
         self._optimizer = kwargs.get("optimizer")
         self._shown = False
         self._session = Session(kwargs["model"], self.config)
+        checkpoint = _resumed_from()
+        if checkpoint is not None and restore_state(self._session, checkpoint):
+            logger.info("daf_hf: what was measured is taken from %s", checkpoint)
+        self.config = self._session.config
         self._session.install()
         trainer = _caller(Trainer)
         if trainer is not None:
@@ -104,7 +118,7 @@ class DAFCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self._session is not None:
-            self._session.begin_step(state.global_step)
+            self._session.begin_step(state.global_step, state.max_steps)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -115,6 +129,13 @@ class DAFCallback(TrainerCallback):
         if not self._shown and state.is_world_process_zero:
             self._shown = True
             trainer_logger.warning("\n%s", plan_table(self._session))
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        if self._session is not None and args.should_save and folder.is_dir():
+            save_state(self._session, folder)
 
     def on_log(
         self,
@@ -231,5 +252,17 @@ def _caller(kind: type[Found]) -> Found | None:
         found = frame.f_locals.get("self")
         if isinstance(found, kind):
             return found
+        frame = frame.f_back
+    return None
+
+
+def _resumed_from() -> str | None:
+    """The folder of the checkpoint that training goes on from, of which no event tells."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), Trainer):
+            found = frame.f_locals.get("resume_from_checkpoint")
+            if isinstance(found, str):
+                return found
         frame = frame.f_back
     return None

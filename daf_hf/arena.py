@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from sortedcontainers import SortedList
 
 from .host_memory import advise_huge_pages
 from .kernels.format import GROUP, GROUPS_PER_PAGE, PAGE_BYTES, Granularity, Layout, PageSpace
+from .spill import Parcel
 
 TABLE_ENTRY_BYTES = 4
 PAGE_COST = PAGE_BYTES + TABLE_ENTRY_BYTES
@@ -30,6 +31,7 @@ PAGE_ELEMENTS = GROUPS_PER_PAGE * GROUP
 PART_PAGES = 128
 """Pages of a plane that are read at a time, where parts of a tensor will do."""
 
+_PART = PART_PAGES * PAGE_ELEMENTS
 _SEGMENT_BYTES_MAX = 1 << 22
 _SEGMENT_BYTES_MIN = 1 << 16
 _SEGMENTS_PER_BUDGET = 16
@@ -46,9 +48,14 @@ class Stored:
         table: ``array('i')`` of page numbers.
         widths: widths it may be demoted to, ascending; the first is its floor.
         costs: ``costs[b]`` is the predicted cost of storing it at ``b`` bits (0..8).
+        spills: planes that leave the arena are kept elsewhere, so it may go below its floor.
+        spilled: these planes, least significant first: how many, and where they are.
     """
 
-    __slots__ = ("__weakref__", "bits", "costs", "layout", "rank", "table", "widths")
+    __slots__ = (
+        *("__weakref__", "bits", "costs", "layout", "rank", "spilled", "spills", "table"),
+        "widths",
+    )
 
     def __init__(
         self, layout: Layout, bits: int, widths: Sequence[int], costs: Sequence[float]
@@ -59,32 +66,39 @@ class Stored:
         self.costs = costs
         self.table = array("i")
         self.rank: tuple[float, int, Stored] | None = None
+        self.spills = False
+        self.spilled: list[tuple[int, Parcel]] = []
 
-    def parts(self) -> Iterator[tuple[int, Stored]]:
-        """The same activation in parts, with the position of each one's first element.
+    def part_starts(self) -> range:
+        """Positions of the first elements of the parts in which it can be read.
 
         Where elements share no statistics but the tensor's, a part of the pages says all of a
-        part of the elements. What is given out is for reading alone.
+        part of the elements.
         """
         layout = self.layout
-        elements = PART_PAGES * PAGE_ELEMENTS
-        if layout.units > 1 or layout.numel <= elements:
-            yield 0, self
-            return
+        step = layout.numel if layout.units > 1 else _PART
+        return range(0, max(layout.numel, 1), max(step, 1))
+
+    def part(self, start: int) -> Stored:
+        """One of its parts, as long as its pages stay where they are; for reading alone."""
+        layout = self.layout
+        if len(self.part_starts()) == 1:
+            return self
+        numel = min(_PART, layout.numel - start)
+        part = dataclasses.replace(layout, numel=numel, cols=1, granularity=Granularity.TENSOR)
+        stored = Stored(part, self.bits, self.widths, self.costs)
         fixed = layout.statistics_pages
-        for start in range(0, layout.numel, elements):
-            numel = min(elements, layout.numel - start)
-            part = dataclasses.replace(layout, numel=numel, cols=1, granularity=Granularity.TENSOR)
-            stored = Stored(part, self.bits, self.widths, self.costs)
-            stored.table.extend(self.table[:fixed])
-            for plane in range(self.bits):
-                first = fixed + plane * layout.plane_pages + start // PAGE_ELEMENTS
-                stored.table.extend(self.table[first : first + part.plane_pages])
-            yield start, stored
+        stored.table.extend(self.table[:fixed])
+        for plane in range(self.bits):
+            first = fixed + plane * layout.plane_pages + start // PAGE_ELEMENTS
+            stored.table.extend(self.table[first : first + part.plane_pages])
+        return stored
 
     def lower(self) -> int | None:
-        """The next lower width, None at the floor."""
+        """The next lower width, None at the floor (without planes, where these are spilled)."""
         below = [width for width in self.widths if width < self.bits]
+        if not below and self.spills and self.bits and self.costs:
+            below = [0]
         return below[-1] if below and self.layout.plane_pages else None
 
     def demotion_score(self) -> float:
@@ -107,6 +121,10 @@ class Arena:
         before_change: called before what is live is demoted or moved, and before segments are
             given back: whoever still reads or writes pages is to be waited for.
         pinned: segments are of pinned host memory.
+
+    Attributes:
+        spill: takes the planes that are dropped, as a flat tensor of their pages, and says where
+            they are; None where it has no room. Without it they are lost.
     """
 
     def __init__(
@@ -119,6 +137,7 @@ class Arena:
         self.limit_bytes = limit_bytes
         self.device = torch.device(device)
         self.pinned = pinned
+        self.spill: Callable[[torch.Tensor], Parcel | None] | None = None
         self._before_change = before_change
         target = limit_bytes / _SEGMENTS_PER_BUDGET if math.isfinite(limit_bytes) else math.inf
         size = min(max(target, _SEGMENT_BYTES_MIN), _SEGMENT_BYTES_MAX)
@@ -128,6 +147,7 @@ class Arena:
         self.used_pages = 0
         self.demotions = 0
         self.demoted_pages = 0
+        self.limits_set = 0
         self.stored_elements = 0
         self.stored_bits = 0
         self._free = array("i")
@@ -173,6 +193,7 @@ class Arena:
             del self._free[-pages:]
             self._looked_at = min(self._looked_at, len(self._free))
             self.used_pages += pages
+        stored.spills = self.spill is not None
         self._live.add(stored)
         self._unranked[stored] = None
         self.stored_elements += stored.layout.numel
@@ -219,6 +240,9 @@ class Arena:
         stored.rank = None
         lower = stored.lower()
         assert lower is not None, score
+        if stored.spills and not self._spill_planes(stored, lower):
+            stored.spills = False
+            return self._rank(stored)  # to be dropped at its turn, as far as it may be
         self.stored_bits -= stored.layout.numel * (stored.bits - lower)
         self.demoted_pages += (stored.bits - lower) * stored.layout.plane_pages
         stored.bits = lower
@@ -231,6 +255,48 @@ class Arena:
         for stored in self._unranked:
             self._rank(stored)
         self._unranked.clear()
+
+    def _spill_planes(self, stored: Stored, lower: int) -> bool:
+        """Keep the planes above a width elsewhere; False where they have no room there."""
+        assert self.spill is not None
+        pages = self.read_pages(stored.table[stored.layout.pages(lower) :])
+        try:
+            parcel = self.spill(pages.view(-1))
+        except OSError:
+            self._rank(stored)
+            raise
+        if parcel is not None:
+            stored.spilled.append((stored.bits - lower, parcel))
+        return parcel is not None
+
+    def whole(self, stored: Stored) -> tuple[Stored, PageSpace]:
+        """An activation with all its planes, and the pages that it has: spilled ones are copies."""
+        if not stored.spilled:
+            return stored, self.space
+        bits = stored.bits + sum(planes for planes, _ in stored.spilled)
+        count, kept = stored.layout.pages(bits), len(stored.table)
+        pages = torch.empty(count * PAGE_BYTES, dtype=torch.uint8, device=self.device)
+        pages[: kept * PAGE_BYTES] = self.read_pages(stored.table).view(-1)
+        end = kept * PAGE_BYTES
+        for planes, parcel in reversed(stored.spilled):
+            start, end = end, end + planes * stored.layout.plane_pages * PAGE_BYTES
+            parcel.read(pages[start:end])
+        whole = Stored(stored.layout, bits, stored.widths, stored.costs)
+        whole.table.extend(range(count))
+        size = 1 << max(count - 1, 0).bit_length()
+        return whole, PageSpace(size, [pages], array("q", [pages.data_ptr()]))
+
+    def read_pages(self, numbers: Sequence[int] | np.ndarray) -> torch.Tensor:
+        """A copy of pages: ``uint8 [pages, PAGE_BYTES]``."""
+        per, wanted = self.space.pages_per_segment, np.array(numbers, np.int64)
+        out = torch.empty((len(wanted), PAGE_BYTES), dtype=torch.uint8, device=self.device)
+        for index in np.unique(wanted // per):
+            here = torch.from_numpy(np.flatnonzero(wanted // per == index)).to(self.device)
+            rows = torch.from_numpy(wanted[wanted // per == index] % per).to(self.device)
+            segment = self.space.segments[index]
+            assert segment is not None
+            out[here] = segment.view(-1, PAGE_BYTES)[rows]
+        return out
 
     def _rank(self, stored: Stored) -> None:
         score = stored.demotion_score()
@@ -255,6 +321,7 @@ class Arena:
             what is live, and the rest follows as activations are freed.
         """
         self.limit_bytes = limit_bytes
+        self.limits_set += 1
         while self.held_bytes > limit_bytes and self.cheapest_demotion() < math.inf:
             self.demote_cheapest()
         within = self.held_bytes <= limit_bytes
@@ -285,8 +352,12 @@ class Arena:
             self._return_segments(empty)
         self._looked_at = len(self._free)
 
-    def _footprint(self) -> int:
+    @property
+    def taken_bytes(self) -> int:
         """Bytes taken from the device, page tables and outside bytes included."""
+        return self._footprint()
+
+    def _footprint(self) -> int:
         return self.reserved_bytes + self.used_pages * TABLE_ENTRY_BYTES + self.outside_bytes
 
     def _grow_to(self, pages: int) -> bool:
@@ -403,15 +474,23 @@ class Arena:
             self.space.pointers[index] = 0
 
     def _copy_pages(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        per = self.space.pages_per_segment
-        pairs = np.stack((sources // per, targets // per), 1)
-        for source, target in np.unique(pairs, axis=0):
-            here = (pairs[:, 0] == source) & (pairs[:, 1] == target)
-            index = [torch.from_numpy(ids[here] % per).long() for ids in (sources, targets)]
-            from_, to = self.space.segments[source], self.space.segments[target]
+        """Copy pages; neighbours that stay neighbours, as those of a plane mostly do, at once."""
+        per, segments = self.space.pages_per_segment, self.space.segments
+        step = np.diff(sources)
+        same = (step == np.diff(targets)) & (np.abs(step) == 1)
+        same &= (np.diff(sources // per) == 0) & (np.diff(targets // per) == 0)
+        same[1:] &= step[1:] == step[:-1]  # not one way and then back
+        starts = np.flatnonzero(np.concatenate(([True], ~same)))
+        ends = np.append(starts[1:], len(sources))
+        counts = (ends - starts).tolist()
+        sources = np.minimum(sources[starts], sources[ends - 1])
+        targets = np.minimum(targets[starts], targets[ends - 1])
+        for source, target, count in zip(sources.tolist(), targets.tolist(), counts, strict=True):
+            from_, to = segments[source // per], segments[target // per]
             assert from_ is not None and to is not None
-            rows = from_.view(-1, PAGE_BYTES)[index[0].to(self.device)]
-            to.view(-1, PAGE_BYTES)[index[1].to(self.device)] = rows
+            source, target = source % per * PAGE_BYTES, target % per * PAGE_BYTES
+            nbytes = count * PAGE_BYTES
+            to[target : target + nbytes] = from_[source : source + nbytes]
 
     def check(self) -> None:
         """Assert the invariants: every page is owned once, and what is counted is what is held.

@@ -119,15 +119,27 @@ class Calibration:
         if not self._whole.examples * self._whole.tokens:
             raise NothingToMeasureError("the batch is empty")
         with untouched(self.compressor.model, self.compressor.device):
-            self._run_on_parts()
+            self._on_parts(self._run)
         for site in self.compressor.tracker.sites.values():
             site.known = True
 
-    def _run_on_parts(self) -> None:
+    def visit(self) -> None:
+        """Have the sites seen, and who reads them, in a small forward pass; measure nothing."""
+        if not self._whole.examples * self._whole.tokens:
+            raise NothingToMeasureError("the batch is empty")
+
+        def look() -> None:
+            with self._pilot() as pilot:
+                pilot.find_readers()
+
+        with untouched(self.compressor.model, self.compressor.device):
+            self._on_parts(look)
+
+    def _on_parts(self, work: Callable[[], None]) -> None:
         """Not every model takes fewer tokens, or fewer examples, than its batch has."""
         for self._cuts_examples, self._cuts_tokens in CUTS:
             try:
-                return self._run()
+                return work()
             except _ModelFailedError as error:
                 reason = str(error)
         raise CalibrationError(f"the model cannot be run for it ({reason})")

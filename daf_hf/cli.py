@@ -1,7 +1,8 @@
 """``daf-hf``: the command line.
 
 ``daf-hf plan MODEL`` tells what budgets would do to a model on a batch, without training; see
-:func:`daf_hf.plan`.
+:func:`daf_hf.plan`. ``daf-hf budget PID MB`` changes the budget of a training that goes on, and
+``daf-hf report RUN`` draws what a training has held, and its loss.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from pathlib import Path
 from ._version import __version__
 from .budget_plan import BudgetPlan
 from .cli_model import UsageError, add_model_arguments, build_batch, build_model
-from .config import DAFConfig
+from .config import DAFConfig, check_budget
+from .control import ControlError, ask
 from .forecast import plan
 from .plan_plot import check_plot, save_plot
+from .run_report import save_report
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,7 +47,48 @@ def _parser() -> argparse.ArgumentParser:
             "bits, predicted error of the gradient.",
         )
     )
+    _add_budget(commands.add_parser("budget", help="change the budget of a training that goes on"))
+    _add_report(
+        commands.add_parser("report", help="draw budget, held bytes, mean bits and loss of a run")
+    )
     return parser
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_folder", metavar="RUN", help="output folder of the Trainer")
+    parser.add_argument("--png", metavar="FILE", help="the picture (RUN/daf.png)")
+    parser.add_argument("--html", metavar="FILE", help="a page of its own (RUN/daf.html)")
+    parser.set_defaults(run=_report)
+
+
+def _report(options: argparse.Namespace) -> None:
+    """``daf-hf report``."""
+    run = Path(options.run_folder)
+    folder = run if run.is_dir() else run.parent
+    png, page = options.png or folder / "daf.png", options.html or folder / "daf.html"
+    try:
+        save_report(run, png, page)
+    except ImportError as error:
+        message = f"report needs matplotlib, from the extra `plot` of daf-hf ({error})"
+        raise UsageError(message) from error
+    except (OSError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    print(f"wrote {png} and {page}")
+
+
+def _add_budget(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("pid", type=int, metavar="PID", help="the process that trains")
+    parser.add_argument("budget_mb", metavar="MB", help="in 10^6 bytes; also auto, inf")
+    parser.set_defaults(run=_budget)
+
+
+def _budget(options: argparse.Namespace) -> None:
+    """``daf-hf budget``."""
+    try:
+        check_budget(options.budget_mb)
+        print(ask(options.pid, options.budget_mb))
+    except (ControlError, ValueError) as error:
+        raise UsageError(str(error)) from error
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:

@@ -16,12 +16,17 @@ from typing import Any
 
 import yaml
 
+from .schedule import check_schedule
+
 BACKENDS = ("auto", "reference", "cpu", "triton", "cuda")
 PACKING = ("device", "host", "auto")
 OVERFLOW = ("error", "spill")
 ALL_BITS = (0, 1, 2, 3, 4, 5, 6, 7, 8)
 RECOMMENDED = "recommended"
 """In place of a number of MB: the first calibration chooses."""
+
+AUTO = "auto"
+"""In place of a number of MB: what the device has left."""
 
 
 def _option(default: Any, text: str) -> Any:
@@ -41,7 +46,21 @@ class DAFConfig:
     budget_mb: float | str = _option(
         math.inf,
         "Hard cap, in MB of 10^6 bytes, on all bytes held for the backward pass. inf stores "
-        "everything exactly; 'recommended' leaves the number to the first calibration.",
+        "everything exactly; 'recommended' leaves the number to the first calibration, 'auto' "
+        "follows what the device has left.",
+    )
+    budget_schedule: Any = _option(
+        (),
+        "Budgets that follow budget_mb: a list of [step, MB] pairs, with a step number (an "
+        "integer) or a fraction of the training (0.0 to 1.0) as the step; a callable "
+        "(step, steps) -> MB, or its name as 'package.module:object' or 'path/to/file.py:object'.",
+    )
+    headroom_mb: float = _option(
+        500.0, "With budget_mb='auto': MB of the device's memory to keep free."
+    )
+    budget_step_mb: float = _option(
+        100.0,
+        "With budget_mb='auto': the budget moves in steps of so many MB, and is at least one.",
     )
     bits: tuple[int, ...] = _option(
         (0, 1, 2, 3, 4, 5, 6, 8), "Bit widths that the allocator may choose from."
@@ -78,7 +97,11 @@ class DAFConfig:
         "error",
         "When even the fewest bits do not fit: 'error' refuses the budget in the first step (and "
         "spills later on, so that a run is not lost); 'spill' goes to host memory (from an "
-        "accelerator) or to a temporary file (from a CPU) from the start.",
+        "accelerator) or to a temporary file (from a CPU) from the start, as do the planes that "
+        "are dropped otherwise.",
+    )
+    spill_mb: float = _option(
+        math.inf, "MB that may be spilled at any moment; when they are used up, planes are dropped."
     )
     calibration_batch: int = _option(4, "Examples of a batch that a calibration probes.")
     calibrate_at: tuple[int, ...] = _option(
@@ -109,6 +132,10 @@ class DAFConfig:
     def __post_init__(self) -> None:
         put = object.__setattr__
         put(self, "budget_mb", check_budget(self.budget_mb))
+        put(self, "budget_schedule", check_schedule(self.budget_schedule))
+        put(self, "spill_mb", _size("spill_mb", self.spill_mb, zero=True, endless=True))
+        put(self, "headroom_mb", _size("headroom_mb", self.headroom_mb, zero=True))
+        put(self, "budget_step_mb", _size("budget_step_mb", self.budget_step_mb))
         put(self, "bits", self._bits())
         put(self, "calibrate_at", _integers("calibrate_at", self.calibrate_at, 0))
         put(self, "include", _patterns("include", self.include))
@@ -135,6 +162,11 @@ class DAFConfig:
             put(self, "codec", tuple(self.codec))
         resolve_codecs(self.codec)
         self._check_recommended()
+        if self.budget_mb == AUTO and self.budget_schedule != ():
+            raise ValueError(
+                f"budget_schedule={self.budget_schedule!r}: budget_mb={AUTO!r} follows the device, "
+                "and no schedule; use one of the two"
+            )
 
     def _check_recommended(self) -> None:
         """What a budget is recommended by must be measured."""
@@ -166,7 +198,7 @@ class DAFConfig:
         """The same options with another budget.
 
         Raises:
-            ValueError: when it is neither a positive number nor ``"recommended"``.
+            ValueError: when it is no budget; see :func:`check_budget`.
         """
         return dataclasses.replace(self, budget_mb=budget_mb)
 
@@ -249,16 +281,17 @@ DAFConfig.__doc__ = _documented(DAFConfig)
 
 
 def check_budget(value: Any) -> float | str:
-    """``value`` as a budget in MB: a positive number or inf (also as text), or "recommended".
+    """``value`` as a budget in MB: a positive number or inf (also as text), or one of the words.
 
     Raises:
         ValueError: naming the option and what is allowed.
     """
     message = (
-        f"budget_mb={value!r}: use a positive number of MB (10^6 bytes), inf, or {RECOMMENDED!r}"
+        f"budget_mb={value!r}: use a positive number of MB (10^6 bytes), inf, {RECOMMENDED!r}, or "
+        f"{AUTO!r}"
     )
-    if isinstance(value, str) and value.strip().lower() == RECOMMENDED:
-        return RECOMMENDED
+    if isinstance(value, str) and value.strip().lower() in (RECOMMENDED, AUTO):
+        return value.strip().lower()
     if isinstance(value, bool) or not isinstance(value, (Real, str)):
         raise ValueError(message)
     try:
@@ -267,6 +300,15 @@ def check_budget(value: Any) -> float | str:
         raise ValueError(message) from None
     if not number > 0:
         raise ValueError(message)
+    return number
+
+
+def _size(name: str, value: Any, zero: bool = False, endless: bool = False) -> float:
+    """A number of MB, of more than 0 and finite unless these will do."""
+    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    if not (number > 0 or (zero and number == 0)) or (math.isinf(number) and not endless):
+        least = "of at least 0" if zero else "above 0"
+        raise ValueError(f"{name}={value!r}: use a number of MB (10^6 bytes) {least}")
     return number
 
 

@@ -18,7 +18,7 @@ from .expressions import Expression, Reader, Source
 from .kernels.noise import Stream
 from .refusal import Refusal
 from .sites import SaveSite
-from .spill import SpillFile
+from .spill import Parcel, SpillFile
 from .tensors import flatten, is_contiguous, is_ordinary
 
 _EMPTY: dict[tuple[torch.dtype, torch.device], Tensor] = {}
@@ -216,7 +216,7 @@ class Pages(Physical):
         private: bool,
         stored: Stored,
         dtype: torch.dtype,
-        decode: Callable[[Stored, torch.dtype], Tensor],
+        decode: Callable[..., Tensor],
     ) -> None:
         super().__init__(site, lease, private)
         self.stored = stored
@@ -231,8 +231,8 @@ class Pages(Physical):
     def parts(self) -> Iterator[tuple[int, Tensor]]:
         if self.private:
             self._check_consumer()
-        for start, part in self.stored.parts():
-            yield start, self.decode(part, self.dtype)
+        for start in self.stored.part_starts():
+            yield start, self.decode(self.stored, self.dtype, start)
 
     def _check_consumer(self) -> None:
         node = torch._C._current_autograd_node()
@@ -342,25 +342,16 @@ _READER = _Reader(lambda source: source.clone() if isinstance(source, Tensor) el
 class Spilled(Physical):
     """Elements in host memory (of an accelerator) or in a file (of a CPU)."""
 
-    __slots__ = ("device", "dtype", "host", "numel", "offset", "spill")
+    __slots__ = ("device", "dtype", "numel", "parcel")
 
     def __init__(self, site: SaveSite, flat: Tensor, spill: SpillFile) -> None:
+        super().__init__(site)
         self.numel, self.dtype, self.device = flat.numel(), flat.dtype, flat.device
-        self.spill = spill
-        self.host: Tensor | None = None
-        lease = None
-        if flat.device.type == "cpu":
-            self.offset = spill.write(flat)
-            lease = Lease(spill.forget, self.offset)
-        else:
-            self.host = flat.cpu()
-        super().__init__(site, lease)
+        self.parcel = Parcel(flat, spill)
 
     def flat(self) -> Tensor:
-        if self.host is not None:
-            return self.host.to(self.device)
-        out = torch.empty(self.numel, dtype=self.dtype)
-        self.spill.read(self.offset, out)
+        out = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+        self.parcel.read(out)
         return out
 
 

@@ -50,7 +50,9 @@ class compress_activations:
         if session is None or session.config != built:
             if Session.of(model) is not None:
                 raise ValueError(_OTHER_OPTIONS)
-            session = _SESSIONS[model] = Session(model, built)
+            session = Session(model, built)
+            session.begin_step(0)
+            _SESSIONS[model] = session
         self._session = session
         self._scope: Any = None
         self._outermost = False
@@ -82,7 +84,7 @@ class compress_activations:
         self._session.end_step()
         self._session.begin_step(self._session.step + 1)
 
-    def set_budget(self, budget_mb: float) -> None:
+    def set_budget(self, budget_mb: float | str) -> None:
         """Change the budget; see :meth:`daf_hf.DAFCallback.set_budget`."""
         self._session.set_budget(budget_mb)
 

@@ -28,7 +28,7 @@ from .packing import Job, Packer, Packing, choose_packer
 from .refusal import BudgetError, Refusal
 from .rows import spread
 from .sites import SaveSite
-from .spill import SpillFile
+from .spill import Parcel, SpillFile
 from .tensors import is_representable, may_be_two_valued
 from .workspace import Workspace
 
@@ -91,7 +91,9 @@ class Placement:
         self.lock = threading.Lock()
         self.ends = DeferredEnds(self.lock)
         self._witnessed: weakref.WeakSet[Physical] = weakref.WeakSet()
-        self._spill = SpillFile()
+        self._spill = SpillFile(config.spill_mb * 1e6)
+        if config.on_overflow == "spill":
+            self.arena.spill = self._spill_planes
         self._end_outside = self.ends.later(self.arena.release_outside)
         self._end_pages = self.ends.later(self.arena.remove)
         self._end_exact = self.ends.later(self._unhold)
@@ -222,7 +224,7 @@ class Placement:
             if self.settle():
                 continue
             own, live = stored.demotion_score(), arena.cheapest_demotion()
-            if own <= live:
+            if own <= live and (arena.spill is None or math.isinf(live)):
                 lower = stored.lower()
                 if lower is not None:
                     stored.bits = lower
@@ -265,7 +267,7 @@ class Placement:
 
     def _overflow(self, flat: Tensor, site: SaveSite, needed: int) -> Physical:
         """What to do with elements that have no room even at the fewest bits."""
-        if not self.refuses:
+        if not self.refuses and self._spill.fits(flat.nbytes):
             if not self.ledger.counts.get("spilled") and self._config.on_overflow == "error":
                 logger.warning(
                     "daf_hf: the budget of %g MB has no room for all that this step saves, even at "
@@ -278,6 +280,13 @@ class Placement:
             self.refusal.begin(self.arena.limit_bytes, self.arena.held_bytes, self._config.bits[0])
         self.refusal.add(site.name, needed)
         return Refused(site, self.refusal)
+
+    def _spill_planes(self, pages: Tensor) -> Parcel | None:
+        """Keep planes that leave the arena elsewhere; None where there is no room for them."""
+        if not self._spill.fits(pages.nbytes):
+            return None
+        self.ledger.count("spilled")
+        return Parcel(pages, self._spill)
 
     def take_refusal(self) -> BudgetError | None:
         """The error that a forward pass without enough room ends in; None when it had enough."""
@@ -298,14 +307,17 @@ class Placement:
 
     # Restoring ---------------------------------------------------------------------------------
 
-    def decode(self, stored: Stored, dtype: torch.dtype) -> Tensor:
-        """The elements of ``stored`` as a new flat tensor."""
+    def decode(self, stored: Stored, dtype: torch.dtype, start: int | None = None) -> Tensor:
+        """The elements of ``stored``, or of its part that starts there, as a new flat tensor."""
         with self.lock:
             began = perf_counter()
+            stored, space = self.arena.whole(stored)
+            if start is not None:
+                stored = stored.part(start)  # now that nobody moves or drops its pages
             if not self.packer or self.packer.idle:  # to trim is to wait for all jobs
                 self.arena.trim_if_idle()
             out = self.workspace.empty(stored.layout.numel, dtype, self.device)
-            self._pages.decode(out, stored.layout, stored.bits, stored.table, self.arena.space)
+            self._pages.decode(out, stored.layout, stored.bits, stored.table, space)
             self.ledger.kernel_seconds += perf_counter() - began
         return out
 

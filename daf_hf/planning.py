@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from .saved_tensors import Compressor
 from .sites import Batch, SaveSite
 
 _PLANS_KEPT = 256
+_CHOICES_KEPT = 4
 _FORWARDS_MAX = 64
 _EMPTY_SHARE = 0.05
 
@@ -32,6 +34,7 @@ class Plan:
         nbytes: what it expects to hold.
         error: predicted relative error of the gradient; NaN when nothing was measured.
         binary_elements: those of two-valued tensors, which take a bit each.
+        least_bytes: what the smallest plan for the batch takes.
     """
 
     batch: Batch
@@ -39,6 +42,7 @@ class Plan:
     nbytes: int
     error: float
     binary_elements: int = 0
+    least_bytes: int = 0
 
     @property
     def mean_bits(self) -> float:
@@ -83,21 +87,29 @@ class Choices:
 class Planner:
     """Makes and remembers plans, one for each signature of the inputs.
 
+    Plans are remembered for the budget that they were made for, so a change of the budget needs no
+    word to the planner, from whichever thread it comes.
+
     Args:
         compressor: whose sites are planned for.
+
+    Attributes:
+        least_bytes: under which no budget does for the last plan's batch.
     """
 
     def __init__(self, compressor: Compressor) -> None:
         self.compressor = compressor
         self.least_bytes = 0
         self._plans: OrderedDict[Any, Plan] = OrderedDict()
-        self._corrections: dict[Any, int] = {}
+        self._choices: OrderedDict[Any, Choices] = OrderedDict()
+        self._corrections: OrderedDict[Any, int] = OrderedDict()
         self._forwards = 0
         self._overlap = 1
 
     def forget(self) -> None:
-        """Drop the plans: importances, sites or the budget have changed."""
+        """Drop the plans: importances or sites have changed."""
         self._plans.clear()
+        self._choices.clear()
 
     def learn_candidates(self, batch: Batch) -> None:
         """After a calibration: keep the options that could ever be chosen."""
@@ -125,11 +137,14 @@ class Planner:
     def plan(self, key: Any, batch: Batch) -> Plan:
         """The plan for inputs of this signature and size."""
         self._count_forward()
-        plan = self._plans.get((key, batch))
+        limit = self.compressor.arena.limit_bytes / self._overlap
+        missed = self._correction(key, batch, limit)
+        case = (key, batch, limit, missed)
+        plan = self._plans.get(case)
         if plan is None:
-            plan = self._plans[key, batch] = self._make(key, batch)
-            if len(self._plans) > _PLANS_KEPT:
-                self._plans.popitem(last=False)
+            plan = self.under(self._choices_with(missed, batch), limit)
+            _keep(self._plans, case, plan, _PLANS_KEPT)
+        self.least_bytes = plan.least_bytes * self._overlap
         return plan
 
     def apply(self, plan: Plan) -> None:
@@ -138,13 +153,22 @@ class Planner:
             site.option = plan.options.get(site)
 
     def learn_from(self, key: Any, plan: Plan, wanted_bytes: int) -> None:
-        """Correct for what a plan did not foresee, if it did matter."""
+        """Correct for what a plan did not foresee, if it did matter.
+
+        That depends on the plan a little. So each budget has a correction of its own, and one that
+        was never met before takes the last one learnt.
+        """
         missed = wanted_bytes - plan.nbytes
         limit = self.compressor.arena.limit_bytes
-        if self._overlap == 1 and abs(missed) > 0.002 * limit:
-            known = self._corrections.get((key, plan.batch), 0)
-            self._corrections[key, plan.batch] = known + missed
-            self._plans.pop((key, plan.batch), None)
+        if self._overlap == 1:
+            known = self._correction(key, plan.batch, limit)
+            known += missed if abs(missed) > 0.002 * limit else 0
+            for case in ((key, plan.batch), (key, plan.batch, limit)):
+                _keep(self._corrections, case, known, 2 * _PLANS_KEPT)
+
+    def _correction(self, key: Any, batch: Batch, limit: float) -> int:
+        latest = self._corrections.get((key, batch), 0)
+        return self._corrections.get((key, batch, limit), latest)
 
     def _count_forward(self) -> None:
         """Several forward passes before one backward share the budget."""
@@ -152,18 +176,22 @@ class Planner:
         if arena.held_bytes < _EMPTY_SHARE * arena.limit_bytes:
             self._forwards = 0
         self._forwards = min(self._forwards + 1, _FORWARDS_MAX)
-        if self._forwards > self._overlap:
-            self._overlap = self._forwards
-            self.forget()
-
-    def _make(self, key: Any, batch: Batch) -> Plan:
-        choices = self.choices(key, batch)
-        self.least_bytes = choices.least_bytes
-        return self.under(choices, self.compressor.arena.limit_bytes / self._overlap)
+        self._overlap = max(self._overlap, self._forwards)
 
     def choices(self, key: Any, batch: Batch) -> Choices:
         """What there is to choose from for inputs of this signature and size."""
-        fixed, binary, options = self._corrections.get((key, batch), 0), 0, {}
+        return self._choices_with(self._corrections.get((key, batch), 0), batch)
+
+    def _choices_with(self, missed_bytes: int, batch: Batch) -> Choices:
+        choices = self._choices.get(batch)
+        if choices is None:
+            choices = self._collect(batch)
+            _keep(self._choices, batch, choices, _CHOICES_KEPT)
+        return dataclasses.replace(choices, fixed_bytes=choices.fixed_bytes + missed_bytes)
+
+    def _collect(self, batch: Batch) -> Choices:
+        """What the sites offer for a batch of this size, whatever the budget."""
+        fixed, binary, options = 0, 0, {}
         for site in self.compressor.tracker.sites.values():
             if site.probed is None:
                 continue
@@ -187,6 +215,7 @@ class Planner:
             choices.fixed_bytes + sum(option.nbytes for option in chosen),
             math.sqrt(sum(option.cost for option in chosen)) if chosen else math.nan,
             choices.binary_elements,
+            choices.least_bytes,
         )
 
     def _option(self, site: SaveSite, batch: Batch, codec: Any, bits: int) -> Option:
@@ -216,6 +245,13 @@ class Planner:
             if site.keep is not None:
                 nbytes = min(nbytes, STATE_BYTES)
         return nbytes * site.probed.uses + _witness_bytes(site)
+
+
+def _keep(known: OrderedDict[Any, Any], case: Any, value: Any, most: int) -> None:
+    """Remember a value, and forget the oldest beyond so many."""
+    known[case] = value
+    if len(known) > most:
+        known.popitem(last=False)
 
 
 def _elements(site: SaveSite, batch: Batch) -> int:

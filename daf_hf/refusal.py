@@ -62,6 +62,6 @@ class Refusal:
             f"fewest bits; budget_mb={least:.2f} is the least that would do. Largest at their "
             f"fewest bits among what found no room: {largest}. Ways out: a larger budget_mb, "
             f"a smaller batch or shorter sequences, {fewer}gradient checkpointing, or "
-            'on_overflow="spill".',
+            'on_overflow="spill" with enough spill_mb.',
             least,
         )

@@ -134,6 +134,7 @@ class Compressor:
         """A forward pass of the model begins: settle what has ended, learn what is the model's."""
         with self.lock:
             self.placement.settle()
+            self.placement.refusal = Refusal()
             self.workspace.clear()
             if not self._physicals:
                 self._sampler.renew()
@@ -166,7 +167,6 @@ class Compressor:
         """Change the budget; False when what is live stays above it for now."""
         with self.lock:
             self.placement.settle()
-            self.placement.refusal = Refusal()
             return self.arena.set_limit(limit_bytes)
 
     def release_idle(self) -> None:

@@ -21,6 +21,7 @@ from torch import nn
 from .accounting import MemoryReport, ResidentPeak, SiteReport
 from .arena import PAGE_COST
 from .batches import Inputs, signature
+from .budget import Budget
 from .budgets import BudgetSweep, probe_room
 from .calibration import Calibration, CalibrationError, NothingToMeasureError
 from .config import RECOMMENDED, DAFConfig
@@ -42,7 +43,7 @@ class _Pass:
     Attributes:
         scope: what is to be left at its end.
         key, plan: the inputs' signature, and the plan for them; None without a budget.
-        held, demoted: the arena's bytes and demoted pages before it.
+        held, demoted, limits: the arena's bytes, demoted pages and changes of its limit before it.
     """
 
     scope: ExitStack = field(default_factory=ExitStack)
@@ -50,6 +51,7 @@ class _Pass:
     plan: Plan | None = None
     held: int = 0
     demoted: int = 0
+    limits: int = 0
 
 
 class Session:
@@ -61,13 +63,17 @@ class Session:
 
     Raises:
         ValueError: when the model has no parameter that is trained.
+
+    Attributes:
+        recall: before the next forward pass, takes up what an earlier session has learnt; False
+            when that must wait for another one.
     """
 
     def __init__(self, model: nn.Module, config: DAFConfig) -> None:
         require_trained(model)
-        self.config = config
         self.compressor = Compressor(model, config)
         self.planner = Planner(self.compressor)
+        self.budget = Budget(config, self.compressor, self.planner)
         self.installed = False
         self.step = 0
         self._last_pass: _Pass | None = None
@@ -79,9 +85,15 @@ class Session:
         self._calibration_needs = 0.0
         self._judged = False
         self._steps_here = 0
+        self.recall: Callable[[Callable[..., Any], Inputs], bool] | None = None
         touch_weights(model)
         self._resident = ResidentPeak()
         tune_malloc()
+
+    @property
+    def config(self) -> DAFConfig:
+        """The options, with the budget that was asked for last."""
+        return self.budget.config
 
     # Installing --------------------------------------------------------------------------------
 
@@ -104,12 +116,13 @@ class Session:
         self.compressor.tracker.install()
         _INSTALLED[model] = weakref.ref(self)
         self.installed = True
+        self.budget.install()
 
     def remove(self) -> None:
         """Leave the model as it was found. What is still held stays until its graph goes."""
         if not self.installed:
             return
-        self.installed = False
+        self.installed = self.budget.installed = False
         self.compressor.tracker.remove()
         self.compressor.release_idle()
         if self._restore is not None:
@@ -137,6 +150,10 @@ class Session:
         """Calibrate if it is due, plan, and enter the hooks' scope."""
         compressor = self.compressor
         current = _Pass()
+        if self.recall is not None:
+            compressor.begin_forward()
+            if self.recall(original, inputs):
+                self.recall = None
         if self.config.budget_mb == RECOMMENDED and math.isinf(compressor.arena.limit_bytes):
             self._take_recommended(original, inputs)
         if math.isinf(compressor.arena.limit_bytes):
@@ -146,6 +163,7 @@ class Session:
             began = perf_counter()
             compressor.begin_forward()
             self._learn_from_last_pass()
+            current.limits = compressor.arena.limits_set
             if self._calibration_due():
                 self._calibrate(original, inputs)
             rows = Rows(inputs)
@@ -190,7 +208,9 @@ class Session:
         """Tell the planner what the last pass, and a loss outside the model, really wanted."""
         last, arena = self._unlearnt, self.compressor.arena
         self._unlearnt = None
-        if last is not None and last.plan is not None and not last.held and not arena.held_bytes:
+        if last is None or last.limits != arena.limits_set:
+            return  # what a change of the budget did to it will not come again
+        if last.plan is not None and not last.held and not arena.held_bytes:
             demoted = arena.demoted_pages - last.demoted
             wanted = self.compressor.ledger.pass_peak + demoted * PAGE_COST
             self.planner.learn_from(last.key, last.plan, wanted)
@@ -253,8 +273,7 @@ class Session:
             )
         if compressor.placement.calibrated:
             sweep = BudgetSweep(self.planner, signature(inputs), Rows(inputs).batch)
-            compressor.set_limit(sweep.recommend(self._calibration_needs))
-            self.planner.forget()
+            self.budget.recommend(sweep.recommend(self._calibration_needs))
         compressor.ledger.planning_seconds += perf_counter() - began
 
     def _judge(self, first: _Pass) -> None:
@@ -267,39 +286,38 @@ class Session:
 
     # Steps and budget --------------------------------------------------------------------------
 
-    def begin_step(self, step: int) -> None:
-        """An optimizer step begins; ``step`` counts from 0."""
+    def begin_step(self, step: int, steps: int | None = None) -> None:
+        """An optimizer step begins.
+
+        Args:
+            step: counts from 0.
+            steps: of the whole training, where that is known.
+
+        Raises:
+            ValueError: when the schedule cannot say the step's budget.
+        """
         self.step = step
         self.compressor.ledger.start_step()
+        self.budget.begin_step(step, steps)
 
     def end_step(self) -> None:
         """An optimizer step was made: from now on an overflow no longer refuses the budget."""
         self._steps_here += 1
+        self.budget.running = True
         self.compressor.placement.refuses = False
         self._resident.sample()
         trim_heap()
 
-    def set_budget(self, budget_mb: float) -> None:
-        """Change the budget, in MB of 10^6 bytes; effective at once.
+    def set_budget(self, budget_mb: float | str, cause: str = "set_budget") -> None:
+        """Change the budget, in MB of 10^6 bytes, from any thread at any moment.
 
-        A budget below what the last plan needs at the least is raised to that, with a warning.
+        See :meth:`daf_hf.budget.Budget.set`.
 
         Raises:
-            ValueError: when it is neither a positive number nor ``"recommended"``, which the next
-                forward pass then puts a number to.
+            ValueError: when it is neither a positive number nor ``"auto"`` nor ``"recommended"``,
+                which the next forward pass then puts a number to.
         """
-        self.config = self.config.with_budget(budget_mb)
-        limit, least = self.config.budget_bytes, self.planner.least_bytes
-        if self._steps_here and limit < least:
-            logger.warning(
-                "daf_hf: budget_mb=%g is below the least that would do; using %.2f",
-                limit / 1e6,
-                least / 1e6,
-            )
-            limit = least
-        self.compressor.set_limit(limit)
-        self.planner.forget()
-        self._unlearnt = None
+        self.budget.set(budget_mb, cause)
 
     # Reporting ---------------------------------------------------------------------------------
 

@@ -2,24 +2,49 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
+import threading
 import weakref
+from typing import Any
 
 import torch
+from sortedcontainers import SortedDict
 from torch import Tensor
 
 
 class SpillFile:
     """A temporary file without a name; it never outlives the process.
 
-    The file is made when something is first written, and emptied when nothing in it is alive.
+    The file is made when something is first written. It ends with the last thing in it that is
+    alive. Usable by several threads.
+
+    Args:
+        limit_bytes: that it, and what is spilled to host memory, may take together.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit_bytes: float = math.inf) -> None:
+        self._limit = limit_bytes
         self._descriptor = -1
-        self._end = 0
-        self._alive = 0
+        self._alive: SortedDict = SortedDict()  # sizes by offset
+        self._elsewhere = 0
+        self._lock = threading.RLock()  # whatever dies while something is written is forgotten
+
+    @property
+    def _end(self) -> int:
+        if not self._alive:
+            return 0
+        offset, nbytes = self._item(-1)
+        return offset + nbytes
+
+    def _item(self, place: int) -> tuple[int, int]:
+        item: Any = self._alive.peekitem(place)
+        return item
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether so many bytes more stay within the limit."""
+        return self._end + self._elsewhere + nbytes <= self._limit
 
     def _open(self) -> None:
         file = tempfile.TemporaryFile(prefix="daf_hf-")  # noqa: SIM115 - closed at our end
@@ -33,32 +58,83 @@ class SpillFile:
             OSError: when the disk is full, naming the folder.
         """
         data = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+        with self._lock:
+            offset = self._end
+            self._alive[offset] = data.nbytes
         try:
             if self._descriptor < 0:
                 self._open()
-            written = os.pwrite(self._descriptor, data, self._end)
+            written = os.pwrite(self._descriptor, data, offset)
             if written != data.nbytes:
                 raise OSError(f"wrote {written} of {data.nbytes} bytes")
         except OSError as error:
+            with self._lock:
+                del self._alive[offset]
             raise OSError(
                 f"cannot spill {data.nbytes} bytes to a temporary file in "
                 f"{tempfile.gettempdir()}: {error}. Free disk space there, set TMPDIR to a folder "
                 "with room, or raise budget_mb."
             ) from error
-        offset = self._end
-        self._end += data.nbytes
-        self._alive += 1
         return offset
 
     def read(self, offset: int, out: Tensor) -> None:
-        """Fill the flat CPU tensor ``out`` from ``offset``."""
+        """Fill the flat CPU tensor ``out`` from ``offset``.
+
+        Backward wants first what was written last: what was written before this is asked of the
+        disk meanwhile.
+        """
         data = memoryview(out.view(torch.uint8).numpy())  # type: ignore[arg-type]
+        with self._lock:
+            place = self._alive.bisect_left(offset) - 1
+            before = self._item(place) if place >= 0 else None
+        if before is not None and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, *before, os.POSIX_FADV_WILLNEED)
         if os.preadv(self._descriptor, [data], offset) != data.nbytes:
             raise OSError("the spill file is shorter than what was written to it")
 
-    def forget(self, _: int) -> None:
+    def forget(self, offset: int) -> None:
         """What was written at an offset is no longer needed."""
-        self._alive -= 1
-        if not self._alive:
-            self._end = 0
-            os.ftruncate(self._descriptor, 0)
+        with self._lock:
+            end = self._end
+            del self._alive[offset]
+            if self._end < end:
+                os.ftruncate(self._descriptor, self._end)
+
+    def hold(self, nbytes: int) -> None:
+        """Count bytes that are spilled to host memory; negative ones are there no longer."""
+        with self._lock:
+            self._elsewhere += nbytes
+
+
+class Parcel:
+    """A tensor that was spilled: from a CPU to the file, from an accelerator to host memory.
+
+    Args:
+        flat: the tensor.
+        spill: the file, which also counts.
+    """
+
+    __slots__ = ("_host", "_nbytes", "_offset", "_spill")
+
+    def __init__(self, flat: Tensor, spill: SpillFile) -> None:
+        self._spill, self._nbytes = spill, flat.nbytes
+        self._host: Tensor | None = None
+        self._offset = -1
+        if flat.device.type == "cpu":
+            self._offset = spill.write(flat)
+        else:
+            self._host = flat.cpu()
+            spill.hold(self._nbytes)
+
+    def read(self, out: Tensor) -> None:
+        """Fill a flat tensor of the same size and kind of device."""
+        if self._host is not None:
+            out.copy_(self._host)
+        else:
+            self._spill.read(self._offset, out)
+
+    def __del__(self) -> None:
+        if self._host is not None:
+            self._spill.hold(-self._nbytes)
+        elif self._offset >= 0:
+            self._spill.forget(self._offset)

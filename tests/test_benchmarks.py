@@ -217,3 +217,16 @@ def test_allocators_are_compared():
     result = run("allocation.py", "--instances", 6, "--sites", 50, "--options", 5)
     assert result.returncode == 0, result.stderr
     assert "6 plans" in result.stdout and "50 sites of 5 options" in result.stdout
+
+
+def test_changes_of_the_budget(tmp_path):
+    path = tmp_path / "changes.json"
+    small = "--layers 3 --hidden 64 --batch 8 --tokens 32 --high 0.6 --low 0.5 --sites 50"
+    result = run("budget_changes.py", *small.split(), "--step_mb", "0.05", "0.1", "--json", path)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert found["fall"]["held_after_mb"] <= 0.5
+    assert found["fall"]["step_held_at_the_end_mb"] == 0
+    assert len(found["trace"]) == 6
+    assert [row["step_mb"] for row in found["steps"]] == [0.05, 0.1]
+    assert found["replanning"]["median_milliseconds"] > 0

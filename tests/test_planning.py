@@ -6,6 +6,7 @@ import pytest
 from tiny import batch, build, compressed, gradients
 
 from daf_hf.batches import signature
+from daf_hf.sites import Batch
 
 
 @pytest.fixture
@@ -77,9 +78,9 @@ def test_the_number_of_plans_is_bounded(trained, monkeypatch):
 
 
 def test_corrections_are_bounded_too(trained):
-    """One a signature at the most."""
+    """One a signature at the most, and one for each of its budgets."""
     _, daf, _ = trained
-    assert len(daf._session.planner._corrections) <= 1
+    assert len(daf._session.planner._corrections) <= 2
     assert signature(((), batch("bert"))) == signature(((), batch("bert", seed=3)))
 
 
@@ -93,3 +94,16 @@ def test_passes_side_by_side_share_the_budget(trained):
         sum(losses).backward()
         del losses
     assert daf._session.last_plan.nbytes <= 0.5 * 0.3e6 < alone
+
+
+def test_what_is_remembered_is_bounded(trained):
+    _, daf, compressor = trained
+    planner, plan = daf._session.planner, daf._session.last_plan
+    for number in range(300):
+        compressor.set_limit(2e5 + number)
+        planner.plan("key", plan.batch)
+        planner.learn_from("key", plan, plan.nbytes + 10_000)
+        planner.plan("key", Batch(8, 16 + number))
+    assert len(planner._plans) <= 256
+    assert len(planner._corrections) <= 512
+    assert len(planner._choices) <= 4

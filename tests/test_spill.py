@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import tempfile
 
 import pytest
 import torch
+from tiny import (
+    batch,
+    build,
+    compressed,
+    gradients,
+    loss_of,
+    nothing_held,
+    relative_error,
+    same,
+)
 
-from daf_hf.spill import SpillFile
+from daf_hf import BudgetError
+from daf_hf.spill import Parcel, SpillFile
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64)
 
@@ -70,3 +84,118 @@ def test_a_short_file_is_noticed():
     place = spill.write(torch.ones(10))
     with pytest.raises(OSError, match="shorter"):
         spill.read(place, torch.empty(100))
+
+
+def test_the_file_ends_with_the_last_thing_alive():
+    spill = SpillFile()
+    places = [spill.write(torch.full((1000,), float(n))) for n in range(3)]
+    spill.forget(places[2])
+    assert size(spill) == 8_000
+    assert spill.write(torch.ones(500)) == 8_000
+    out = torch.empty(1000)
+    spill.read(places[1], out)
+    assert bool((out == 1).all())
+
+
+def test_what_was_written_before_is_asked_for_meanwhile(monkeypatch):
+    asked = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, *extent: asked.append(extent[:2]))
+    spill = SpillFile()
+    places = [spill.write(torch.ones(1000)) for _ in range(4)]
+    spill.forget(places[1])
+    for place in (places[3], places[2], places[0]):
+        spill.read(place, torch.empty(1000))
+    assert asked == [(8000, 4000), (0, 4000)]
+
+
+def test_the_limit_counts_file_and_host_memory():
+    spill = SpillFile(10_000)
+    parcel = Parcel(torch.ones(1000), spill)
+    spill.hold(4000)
+    assert spill.fits(2000) and not spill.fits(2001)
+    out = torch.empty(1000)
+    parcel.read(out)
+    assert bool((out == 1).all())
+    del parcel
+    spill.hold(-4000)
+    assert spill.fits(10_000) and size(spill) == 0
+
+
+# Planes ------------------------------------------------------------------------------------------
+
+
+def training(budget_mb, **options):
+    model, inputs = build("bert"), batch("bert")
+    daf, compressor = compressed(model, budget_mb, **{"calibrate_at": (0,), **options})
+    gradients(model, inputs, daf)
+    daf.step()
+    return model, inputs, daf, compressor
+
+
+def with_a_fall(model, inputs, daf, budget_mb):
+    """Gradients of a step in which the budget falls between forward and backward."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(7)
+    with daf:
+        loss = loss_of(model(**inputs))
+    if budget_mb is not None:
+        daf.set_budget(budget_mb)
+    loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("packing", ["device", "host"])
+def test_planes_that_make_room_are_not_lost(packing, freed_pages_are_noise):
+    model, inputs, daf, compressor = training(0.15, on_overflow="spill", packing=packing)
+    expected = with_a_fall(model, inputs, daf, None)
+    measured = with_a_fall(model, inputs, daf, 0.12)
+    assert compressor.arena.limit_bytes == 0.12e6
+    assert compressor.ledger.counts["spilled"] > 0
+    assert same(measured, expected)
+    assert nothing_held(compressor)
+
+
+def test_when_spill_mb_is_used_up_planes_are_dropped():
+    model, inputs, daf, compressor = training(0.15, on_overflow="spill", spill_mb=0.004)
+    expected = with_a_fall(model, inputs, daf, None)
+    measured = with_a_fall(model, inputs, daf, 0.12)
+    assert not same(measured, expected)
+    assert relative_error(measured, expected) < 1
+    assert compressor.placement._spill._end == 0
+    assert nothing_held(compressor)
+
+
+def test_no_room_anywhere_is_refused():
+    model, inputs = build("bert"), batch("bert")
+    daf, _ = compressed(model, 0.01, on_overflow="spill", spill_mb=0.01)
+    with pytest.raises(BudgetError, match="spill_mb"), daf:
+        model(**inputs)
+
+
+def test_a_disk_that_is_full_in_mid_fall_leaves_all_in_place(monkeypatch):
+    model, inputs, daf, compressor = training(0.15, on_overflow="spill")
+    with daf:
+        loss = loss_of(model(**inputs))
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match=r"No space left.*TMPDIR"):
+            daf.set_budget(0.12)
+    compressor.arena.check()
+    daf.set_budget(0.12)
+    loss.backward()
+    assert nothing_held(compressor)
+
+
+def test_a_killed_process_leaves_no_file(tmp_path):
+    code = (
+        "import os, signal, torch; from daf_hf.spill import SpillFile\n"
+        "spill = SpillFile(); spill.write(torch.ones(1000)); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    assert not list(tmp_path.iterdir())

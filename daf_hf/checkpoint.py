@@ -1,0 +1,157 @@
+"""What a training has learnt, beside its checkpoints: budget, importances, plan.
+
+A save site's key holds code objects, which another process does not have; its name is the same
+there. So the first forward pass after a resumption is preceded by one over a few tokens, in which
+the sites are seen and get back what was known of them. Nothing is measured again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .batches import Inputs
+from .calibration import Calibration, CalibrationError, NothingToMeasureError
+from .codecs import Codec
+from .kernels.format import Codebook, Granularity, Statistics
+from .session import Session
+from .sites import Batch, Live, Probed, SaveSite
+
+logger = logging.getLogger("daf_hf")
+
+FILE = "daf_state.pt"
+"""Name of the file in a checkpoint's folder."""
+
+_FIELDS = (
+    *("dtype", "consumers", "probed", "importance", "error_at_zero", "candidates", "two_valued"),
+    *("keep", "derived", "feeds", "doubted", "live", "alive", "watched", "known"),
+)
+_SESSION = ("_calibrated_at", "_calibration_failed", "_calibration_needs", "_judged")
+_PLACEMENT = ("calibrated", "frugal")
+_PLANNER = ("_corrections", "_overlap")
+_OPTIONS = ("bits", "importance", "codec", "include", "exclude", "skip_padding")
+"""What was measured holds under these options alone."""
+
+_CLASSES = (Batch, Codebook, Granularity, Live, Probed, Statistics)
+
+
+def save(session: Session, folder: str | os.PathLike[str]) -> None:
+    """Write what a session has learnt into a folder; all of it, or nothing.
+
+    Raises:
+        OSError: when it cannot be written.
+    """
+    path = Path(folder) / FILE
+    unfinished = path.with_suffix(".tmp")
+    torch.save(_state(session), unfinished)
+    unfinished.replace(path)
+
+
+def restore(session: Session, folder: str | os.PathLike[str]) -> bool:
+    """Let a session go on with what :func:`save` wrote.
+
+    The budget is taken up too, unless another one is configured now. What was measured under other
+    options is left alone.
+
+    Returns:
+        False when there is no such file, or it cannot be read; training then starts by measuring.
+    """
+    path = Path(folder) / FILE
+    if not path.is_file():
+        return False
+    try:
+        with torch.serialization.safe_globals(list(_CLASSES)):
+            state = torch.load(path, weights_only=True)
+        options = state["options"]
+    except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        logger.warning("daf_hf: %s cannot be read (%s): all is measured again", path, error)
+        return False
+    session.budget.restore(state["budget"])
+    if options != _options(session):
+        logger.warning("daf_hf: %s was measured under other options: all is measured again", path)
+        return False
+    session.recall = functools.partial(_recall, session, state)
+    return True
+
+
+def _state(session: Session) -> dict[str, Any]:
+    compressor = session.compressor
+    return {
+        "options": _options(session),
+        "budget": session.budget.state(),
+        "session": {name: getattr(session, name) for name in _SESSION},
+        "placement": {name: getattr(compressor.placement, name) for name in _PLACEMENT},
+        "planner": {name: getattr(session.planner, name) for name in _PLANNER},
+        "sites": {site.name: _site_state(site) for site in compressor.tracker.sites.values()},
+    }
+
+
+def _options(session: Session) -> dict[str, str]:
+    return {name: str(getattr(session.config, name)) for name in _OPTIONS}
+
+
+def _site_state(site: SaveSite) -> dict[str, Any]:
+    state = {name: getattr(site, name) for name in _FIELDS}
+    state["candidates"] = [(_codec_state(codec), bits) for codec, bits in site.candidates]
+    state["distortions"] = [(_codec_state(c), values) for c, values in site.distortions.items()]
+    state["shared_by"] = sorted(other.name for other in site.shared_by)
+    return state
+
+
+def _codec_state(codec: Codec) -> tuple[Granularity, str | Codebook, Codebook | None]:
+    return codec.granularity, codec.codebook, codec.fitted
+
+
+def _recall(
+    session: Session, state: dict[str, Any], forward: Callable[..., Any], inputs: Inputs
+) -> bool:
+    """Give the sites back what was known of them; False when that must wait for another pass."""
+    compressor = session.compressor
+    try:
+        Calibration(compressor, forward, inputs).visit()
+    except NothingToMeasureError:
+        return False
+    except CalibrationError as error:
+        logger.warning("daf_hf: nothing was taken from the checkpoint: %s", str(error))
+        return True
+    sites = {site.name: site for site in compressor.tracker.sites.values()}
+    for name, known in state["sites"].items():
+        site = sites.get(name)
+        if site is not None and site.consumers <= known["consumers"]:
+            _restore_site(site, known, sites)
+    for part, kept in (
+        (session, state["session"]),
+        (compressor.placement, state["placement"]),
+        (session.planner, state["planner"]),
+    ):
+        for name, value in kept.items():
+            setattr(part, name, value)
+    session.planner.forget()
+    return True
+
+
+def _restore_site(site: SaveSite, known: dict[str, Any], sites: dict[str, SaveSite]) -> None:
+    codecs: dict[Any, Codec] = {}
+
+    def codec(state: Any) -> Codec:
+        # One object each: fitted codebooks are told apart by identity.
+        return codecs.setdefault(_identity(state), Codec(*state))
+
+    for name in _FIELDS:
+        setattr(site, name, known[name])
+    site.distortions = {codec(state): values for state, values in known["distortions"]}
+    site.candidates = [(codec(state), bits) for state, bits in known["candidates"]]
+    site.shared_by = {sites[name] for name in known["shared_by"] if name in sites}
+
+
+def _identity(state: Any) -> tuple[Any, ...]:
+    """Equal for equal codecs of one loaded file, where equal codebooks are one object."""
+    return tuple(id(part) if dataclasses.is_dataclass(part) else part for part in state)

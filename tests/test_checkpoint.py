@@ -1,0 +1,211 @@
+"""What a training has learnt goes on with it."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from test_callbacks import trainer_of
+from tiny import MODELS, batch, build, compressed, loss_of, same, weights
+from transformers import TrainerCallback
+
+from daf_hf import DAFCallback
+from daf_hf.calibration import Calibration
+from daf_hf.checkpoint import FILE, restore, save
+
+SAVING = {"save_strategy": "steps", "save_steps": 2}
+
+
+def facts(plan):
+    """A plan without objects of its process."""
+    options = {
+        site.name: (str(o.codec), o.bits, o.nbytes, o.cost) for site, o in plan.options.items()
+    }
+    return options, plan.nbytes, plan.error, plan.least_bytes
+
+
+@pytest.fixture
+def calibrations(monkeypatch):
+    """Counts what is measured."""
+    counted, run = [], Calibration.run
+
+    def counting(self):
+        counted.append(self)
+        run(self)
+
+    monkeypatch.setattr(Calibration, "run", counting)
+    return counted
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_plan_is_what_it_was_and_nothing_is_measured_again(name, tmp_path, calibrations):
+    model, inputs, budget = build(name), batch(name), 1.0 if name in ("vit", "conv") else 0.2
+    first, _ = compressed(model, budget, skip_padding=True)
+    for _ in range(2):
+        with first:
+            loss_of(model(**inputs)).backward()
+        first.step()
+    save(first._session, tmp_path)
+    with first:
+        loss_of(model(**inputs)).backward()
+    expected = facts(first._session.last_plan)
+    calibrations.clear()
+    again = build(name)
+    again.load_state_dict(model.state_dict())
+    second, compressor = compressed(again, budget, skip_padding=True)
+    assert restore(second._session, tmp_path)
+    second._session.begin_step(2)
+    before, state = weights(again), torch.get_rng_state()
+    with second:
+        second._session.recall(again.forward, ((), inputs))
+        assert same(weights(again), before)
+        assert torch.equal(torch.get_rng_state(), state)
+        again(**inputs)
+    assert facts(second._session.last_plan) == expected
+    assert not calibrations and not compressor.unplanned
+
+
+def test_a_resumed_run_is_the_same_run(tmp_path, calibrations):
+    whole = DAFCallback(budget_mb=0.2, calibrate_at=(0, 1))
+    trainer = trainer_of(tmp_path / "whole", [whole])
+    trainer.train()
+    callback = DAFCallback(budget_mb=0.2, calibrate_at=(0, 1))
+    trainer_of(tmp_path, [callback], max_steps=4, **SAVING).train()
+    calibrations.clear()
+    again = DAFCallback(budget_mb=0.2, calibrate_at=(0, 1))
+    resumed = trainer_of(tmp_path, [again], **SAVING)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert not calibrations
+    assert same(weights(resumed.model), weights(trainer.model))
+    assert again.report.predicted_gradient_error == whole.report.predicted_gradient_error
+
+
+class Changing(TrainerCallback):
+    """Sets a budget at the end of a step."""
+
+    def __init__(self, callback, at, budget_mb):
+        self.callback, self.at, self.budget_mb = callback, at, budget_mb
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == self.at:
+            self.callback.set_budget(self.budget_mb)
+
+
+class Limits(TrainerCallback):
+    def __init__(self, callback):
+        self.callback, self.seen = callback, []
+
+    def on_step_end(self, args, state, control, **_):
+        self.seen.append(self.callback._session.budget.limit_bytes / 1e6)
+
+
+@pytest.mark.parametrize(
+    ("then", "expected"),
+    [
+        ({"budget_mb": 0.3}, [0.25, 0.2]),
+        ({"budget_mb": 0.4}, [0.4, 0.2]),  # configured anew
+    ],
+)
+def test_budget_and_place_in_the_schedule_are_restored(tmp_path, then, expected):
+    schedule = {"budget_schedule": [(0, 0.3), (3, 0.2)]}
+    callback = DAFCallback(budget_mb=0.3, **schedule)
+    trainer_of(tmp_path, [Changing(callback, 1, 0.25), callback], max_steps=2, **SAVING).train()
+    if then["budget_mb"] == 0.4:
+        schedule = {"budget_schedule": [(3, 0.2)]}
+    again = DAFCallback(**then, **schedule)
+    limits = Limits(again)
+    trainer = trainer_of(tmp_path, [again, limits], **SAVING)
+    trainer.train(resume_from_checkpoint=True)
+    assert limits.seen == expected
+    again.set_budget(0.5)  # the object that the user holds works
+    assert again.config.budget_mb == 0.5
+
+
+def test_other_options_measure_again(tmp_path, calibrations, caplog):
+    trainer_of(tmp_path, [DAFCallback(budget_mb=0.3)], max_steps=2, **SAVING).train()
+    calibrations.clear()
+    callback = DAFCallback(budget_mb=0.3, bits=(2, 4, 8))
+    trainer_of(tmp_path, [callback], **SAVING).train(resume_from_checkpoint=True)
+    assert len(calibrations) == 1
+    assert "other options" in caplog.text
+
+
+@pytest.mark.parametrize("harm", ["gone", "cut", "other"])
+def test_without_a_readable_state_training_goes_on(tmp_path, calibrations, harm, caplog):
+    trainer_of(tmp_path, [DAFCallback(budget_mb=0.3)], max_steps=2, **SAVING).train()
+    path = tmp_path / "checkpoint-2" / FILE
+    if harm == "gone":
+        path.unlink()
+    elif harm == "cut":
+        path.write_bytes(path.read_bytes()[:500])
+    else:
+        torch.save({"something": 1}, path)
+    calibrations.clear()
+    callback = DAFCallback(budget_mb=0.3)
+    trainer = trainer_of(tmp_path, [callback], **SAVING)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 4 and len(calibrations) == 1
+    assert 0 < callback.report.held_bytes_peak <= 0.3e6
+    assert ("cannot be read" in caplog.text) == (harm != "gone")
+
+
+def test_killed_in_mid_step(tmp_path):
+    """The resumed run has the same plan and budget, and no file of the killed one is in use."""
+    code = f"""
+        import os, sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from test_checkpoint import *
+        mode, out = sys.argv[1:]
+        callback = DAFCallback(budget_mb=0.3, on_overflow="spill")
+        class Doing(TrainerCallback):
+            def on_step_begin(self, args, state, control, **_):
+                if mode == "kill" and state.global_step == 3:
+                    model = callback._session.compressor.model
+                    model.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            def on_step_end(self, args, state, control, **_):
+                if state.global_step == 1:
+                    callback.set_budget(0.2)
+                if state.global_step == 3 and mode != "kill":
+                    print("PLAN", facts(callback._session.last_plan),
+                          callback._session.budget.limit_bytes, flush=True)
+        trainer = trainer_of(out, [callback, Doing()], **SAVING)
+        trainer.train(resume_from_checkpoint=True if mode == "resume" else None)
+    """
+    spills = tmp_path / "spills"
+    spills.mkdir()
+
+    def run(mode, out):
+        return subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), mode, str(out)],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            env={**os.environ, "TMPDIR": str(spills)},
+        )
+
+    whole = run("whole", tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+    assert run("kill", tmp_path / "killed").returncode == -signal.SIGKILL
+    assert not [path for path in spills.iterdir() if path.name.startswith("daf_hf")]
+    resumed = run("resume", tmp_path / "killed")
+    assert resumed.returncode == 0, resumed.stderr
+    plans = [
+        [line for line in r.stdout.splitlines() if line.startswith("PLAN")]
+        for r in (whole, resumed)
+    ]
+    assert plans[0] == plans[1] and len(plans[0]) == 1
+
+
+def test_no_budget_needs_no_state(tmp_path):
+    for resume in (False, True):
+        callback = DAFCallback()
+        trainer = trainer_of(tmp_path, [callback], max_steps=2 + 2 * resume, **SAVING)
+        trainer.train(resume_from_checkpoint=resume)
+    assert callback.report.budget_bytes == math.inf
