@@ -80,12 +80,17 @@ class DAFConfig:
         "spills later on, so that a run is not lost); 'spill' goes to host memory (from an "
         "accelerator) or to a temporary file (from a CPU) from the start.",
     )
-    calibration_batch: int = _option(4, "Examples of a batch that a calibration probes.")
+    calibration_batch: int = _option(2, "Examples of a batch that a calibration probes.")
     calibrate_at: tuple[int, ...] = _option(
         (0, 20, 80), "Optimizer steps before which importances are measured."
     )
     recalibrate_every: int = _option(
         0, "Measure again each so many steps after that; 0: only when the set of sites changes."
+    )
+    calibration_share: float = _option(
+        0.05,
+        "Of the time of a run so far, what all its calibrations may take, above 0 and up to 1. "
+        "Those of calibrate_at take place in any case; others are put off.",
     )
     skip_padding: bool = _option(
         False,
@@ -117,6 +122,10 @@ class DAFConfig:
         _choice("on_overflow", self.on_overflow, OVERFLOW)
         for name, least in (("calibration_batch", 1), ("recalibrate_every", 0), ("seed", 0)):
             put(self, name, _integer(name, getattr(self, name), least))
+        share = _number("calibration_share", self.calibration_share)
+        if share > 1:
+            raise ValueError(f"calibration_share={share!r}: use a number above 0, up to 1")
+        put(self, "calibration_share", share)
         # Here, because what they import knows the config.
         from .allocation import resolve_allocator
         from .candidates import resolve_codecs
@@ -261,6 +270,13 @@ def check_budget(value: Any) -> float | str:
     if not number > 0:
         raise ValueError(message)
     return number
+
+
+def _number(name: str, value: Any) -> float:
+    """A positive number."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
+        raise ValueError(f"{name}={value!r}: use a number above 0")
+    return float(value)
 
 
 def _integer(name: str, value: Any, least: int) -> int:

@@ -28,6 +28,7 @@ from .host_memory import short_lived_blocks, trim_heap, tune_malloc
 from .planning import Plan, Planner
 from .rows import Rows
 from .saved_tensors import Compressor
+from .schedule import Schedule
 
 logger = logging.getLogger("daf_hf")
 
@@ -72,7 +73,7 @@ class Session:
         self._last_pass: _Pass | None = None
         self._unlearnt: _Pass | None = None
         self._restore: Callable[[], None] | None = None
-        self._calibrated_at: int | None = None
+        self._schedule = Schedule(config)
         self._calibration_failed = False
         self._calibration_needs = 0.0
         self._judged = False
@@ -140,7 +141,8 @@ class Session:
             began = perf_counter()
             compressor.begin_forward()
             self._learn_from_last_pass()
-            if self._calibration_due():
+            changed = bool(compressor.unplanned) and not self._calibration_failed
+            if self._schedule.due(self.step, changed):
                 self._calibrate(original, inputs)
             rows = Rows(inputs)
             compressor.rows = rows if self.config.skip_padding else None
@@ -189,18 +191,6 @@ class Session:
             wanted = self.compressor.ledger.pass_peak + demoted * PAGE_COST
             self.planner.learn_from(last.key, last.plan, wanted)
 
-    def _calibration_due(self) -> bool:
-        if self._calibrated_at is None:
-            return bool(self.config.calibrate_at or self.config.recalibrate_every)
-        if self._calibrated_at == self.step:
-            return False
-        every, last = (self.config.recalibrate_every, max(self.config.calibrate_at, default=0))
-        return (
-            self.step in self.config.calibrate_at
-            or (every > 0 and self.step > last and (self.step - last) % every == 0)
-            or (bool(self.compressor.unplanned) and not self._calibration_failed)
-        )
-
     def _calibrate(
         self, original: Callable[..., Any], inputs: Inputs, limit_bytes: float | None = None
     ) -> None:
@@ -208,7 +198,8 @@ class Session:
         self.compressor.release_idle()  # what is kept exactly for the probe needs the room
         began = perf_counter()
         logger.info("daf_hf: calibrating at step %d", self.step)
-        calibration = Calibration(self.compressor, original, inputs, limit_bytes)
+        anew = self._schedule.anew(self.step)
+        calibration = Calibration(self.compressor, original, inputs, limit_bytes, anew)
         try:
             with short_lived_blocks():
                 calibration.run()
@@ -226,7 +217,7 @@ class Session:
             logger.info("daf_hf: calibrated in %.1f s", perf_counter() - began)
         finally:
             self.compressor.unplanned.clear()
-        self._calibrated_at = self.step
+        self._schedule.done(self.step, perf_counter() - began)
         self.planner.learn_candidates(Rows(inputs).batch)
 
     def _take_recommended(self, original: Callable[..., Any], inputs: Inputs) -> None:
@@ -238,7 +229,7 @@ class Session:
         compressor = self.compressor
         began = perf_counter()
         compressor.begin_forward()
-        if self._calibrated_at is None:
+        if self._schedule.calibrated_at is None:
             self._calibrate(original, inputs, probe_room(compressor.device))
         if self._calibration_failed and not compressor.placement.calibrated:
             raise RuntimeError(
