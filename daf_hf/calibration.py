@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from .batches import Inputs, NothingToLearnError, batch_of, cut
+from .batches import Inputs, NothingToLearnError, batch_of, cut, scalar_loss
+from .codec_times import now
 from .codecs import Codec
 from .gauge import Gauge
 from .importance import resolve_importance
@@ -89,6 +90,8 @@ class Calibration:
     Attributes:
         plain_bytes: what plain training holds for backward of the whole batch.
         least_bytes: the least budget under which this batch can be calibrated.
+        token_seconds: of plain training's forward and backward pass, each token's share; None
+            where nobody asks for it.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class Calibration:
         self._limit = limit * SHARE_OF_BUDGET
         self.plain_bytes = 0
         self.least_bytes = 0.0
+        self.token_seconds: float | None = None
         named = [(n, p) for n, p in compressor.model.named_parameters() if p.requires_grad]
         self._parameters = [parameter for _, parameter in named]
         self._kinds = _kinds([name for name, _ in named])
@@ -235,6 +239,8 @@ class Calibration:
         weighted: dict[SaveSite, float] = {}
         at_zero: dict[SaveSite, float] = {}
         weights = 0.0
+        if math.isfinite(self.compressor.config.time_budget):
+            self._time_plain(size)
         due = self._due_sites()
         at_zero_too = self._zero_sites(due)
         for start, count in self._parts(size):
@@ -258,6 +264,16 @@ class Calibration:
         if weights > 0:
             self._learn({site: total / weights for site, total in weighted.items()})
             self._learn_at_zero({site: total / weights for site, total in at_zero.items()})
+
+    def _time_plain(self, size: Batch) -> None:
+        """Measure plain training's time, on a graph of this size."""
+        args, kwargs = cut(self._inputs, 0, size)
+        device = self.compressor.device
+        with _blaming_the_model():
+            began = now(device)
+            loss = scalar_loss(self._forward(*args, **kwargs), self.compressor.config.seed)
+            torch.autograd.grad(loss, self._parameters, allow_unused=True)
+            self.token_seconds = (now(device) - began) / (size.examples * size.tokens)
 
     def _find_live(self, graph: Graph) -> None:
         """Of which tokens rows are stored. One site is watched in every step."""

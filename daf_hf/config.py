@@ -20,6 +20,9 @@ BACKENDS = ("auto", "reference", "cpu", "triton", "cuda")
 PACKING = ("device", "host", "auto")
 OVERFLOW = ("error", "spill")
 ALL_BITS = (0, 1, 2, 3, 4, 5, 6, 7, 8)
+OWN_RULES = ("uniform", "fixed8", "actnn", "gact")
+"""Allocators that do not go by an option's cost."""
+
 RECOMMENDED = "recommended"
 """In place of a number of MB: the first calibration chooses."""
 
@@ -42,6 +45,11 @@ class DAFConfig:
         math.inf,
         "Hard cap, in MB of 10^6 bytes, on all bytes held for the backward pass. inf stores "
         "everything exactly; 'recommended' leaves the number to the first calibration.",
+    )
+    time_budget: float = _option(
+        math.inf,
+        "What encoding and restoring may take, as a fraction of a plain step's forward and "
+        "backward pass; inf: whatever it takes. budget_mb comes first.",
     )
     bits: tuple[int, ...] = _option(
         (0, 1, 2, 3, 4, 5, 6, 8), "Bit widths that the allocator may choose from."
@@ -122,6 +130,12 @@ class DAFConfig:
         _choice("on_overflow", self.on_overflow, OVERFLOW)
         for name, least in (("calibration_batch", 1), ("recalibrate_every", 0), ("seed", 0)):
             put(self, name, _integer(name, getattr(self, name), least))
+        put(self, "time_budget", _number("time_budget", self.time_budget))
+        if math.isfinite(self.time_budget) and self.allocator in OWN_RULES:
+            raise ValueError(
+                f"time_budget={self.time_budget!r}: allocator={self.allocator!r} has a rule of its "
+                "own, which knows no time; use 'greedy' or 'exact'"
+            )
         share = _number("calibration_share", self.calibration_share)
         if share > 1:
             raise ValueError(f"calibration_share={share!r}: use a number above 0, up to 1")

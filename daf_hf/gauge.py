@@ -13,7 +13,7 @@ from .candidates import reads_gelu_slope
 from .codecs import Codec, gelu_slope
 from .fitting import fitted
 from .kernels import reference
-from .kernels.format import MAX_BITS, PAGE_BYTES, Granularity, PageSpace, Statistics
+from .kernels.format import MAX_BITS, PAGE_BYTES, Granularity, Layout, PageSpace, Statistics
 from .saved_tensors import Compressor
 from .sites import SaveSite
 
@@ -139,10 +139,7 @@ class Gauge:
         """
         flat = item.kept()
         layout = codec.layout(flat.numel(), item.cols, bits)
-        pages = max(1, layout.pages(bits))
-        memory = torch.empty(pages * PAGE_BYTES, dtype=torch.uint8, device=self._device)
-        space = PageSpace(1 << (pages - 1).bit_length(), [memory], array("q", [memory.data_ptr()]))
-        table = array("i", range(layout.pages(bits)))
+        table, space = scratch_pages(layout, bits, self._device)
         if not self._backend.encode(flat, layout, bits, table, space):
             return item.flat, 0.0
         restored = torch.empty_like(flat)
@@ -151,6 +148,14 @@ class Gauge:
         error = float((in_terms(item.site, restored) - exact).square().sum())
         energy = float(exact.square().sum())
         return item.spread(restored), error / energy if energy > 0 else 0.0
+
+
+def scratch_pages(layout: Layout, bits: int, device: torch.device) -> tuple[array, PageSpace]:
+    """A page table, and pages of its own, for one tensor outside of any arena."""
+    pages = max(1, layout.pages(bits))
+    memory = torch.empty(pages * PAGE_BYTES, dtype=torch.uint8, device=device)
+    space = PageSpace(1 << (pages - 1).bit_length(), [memory], array("q", [memory.data_ptr()]))
+    return array("i", range(layout.pages(bits))), space
 
 
 def _errors(part: _Sample, codec: Codec, bits: int, widths: tuple[int, ...]) -> list[float]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from .allocation import Option, allocate, lower_hull
+from .allocation import Option, lower_hull
 from .arena import PAGE_COST
+from .codec_times import CodecTimes
 from .codecs import BINARY
 from .dropout import SMALLEST_ELEMENTS
 from .expressions import WITNESSES
@@ -16,6 +18,9 @@ from .kernels.noise import STATE_BYTES
 from .placement import SMALLEST_BYTES
 from .saved_tensors import Compressor
 from .sites import Batch, SaveSite
+from .time_price import allocate_in_time
+
+logger = logging.getLogger("daf_hf")
 
 _PLANS_KEPT = 256
 _FORWARDS_MAX = 64
@@ -32,6 +37,8 @@ class Plan:
         nbytes: what it expects to hold.
         error: predicted relative error of the gradient; NaN when nothing was measured.
         binary_elements: those of two-valued tensors, which take a bit each.
+        least_seconds: where it does not keep to the time budget, what a plan of these bytes takes
+            at the least; else None.
     """
 
     batch: Batch
@@ -39,6 +46,7 @@ class Plan:
     nbytes: int
     error: float
     binary_elements: int = 0
+    least_seconds: float | None = None
 
     @property
     def mean_bits(self) -> float:
@@ -85,11 +93,17 @@ class Planner:
 
     Args:
         compressor: whose sites are planned for.
+
+    Attributes:
+        token_seconds: plain training's time of a step, each token's share; None before it is known.
     """
 
     def __init__(self, compressor: Compressor) -> None:
         self.compressor = compressor
         self.least_bytes = 0
+        self.token_seconds: float | None = None
+        self._times = CodecTimes(compressor.backend, compressor.device)
+        self._warned = False
         self._plans: OrderedDict[Any, Plan] = OrderedDict()
         self._corrections: dict[Any, int] = {}
         self._forwards = 0
@@ -159,7 +173,17 @@ class Planner:
     def _make(self, key: Any, batch: Batch) -> Plan:
         choices = self.choices(key, batch)
         self.least_bytes = choices.least_bytes
-        return self.under(choices, self.compressor.arena.limit_bytes / self._overlap)
+        plan = self.under(choices, self.compressor.arena.limit_bytes / self._overlap)
+        if plan.least_seconds is not None and not self._warned:
+            self._warned = True
+            logger.warning(
+                "daf_hf: time_budget=%g cannot be kept to under budget_mb=%g: time_budget=%.2g "
+                "would do, or a larger budget. The bytes come first; time is not limited.",
+                self.compressor.config.time_budget,
+                self.compressor.arena.limit_bytes / 1e6,
+                _rounded_up(plan.least_seconds / self._plain_seconds(batch)),
+            )
+        return plan
 
     def choices(self, key: Any, batch: Batch) -> Choices:
         """What there is to choose from for inputs of this signature and size."""
@@ -180,14 +204,24 @@ class Planner:
         """The plan under a limit; it is not remembered."""
         offered = choices.options
         budget = limit_bytes - choices.fixed_bytes
-        chosen = allocate(self.compressor.config.allocator, list(offered.values()), budget)
+        config = self.compressor.config
+        limit = config.time_budget * self._plain_seconds(choices.batch)
+        sites = list(offered.values())
+        chosen, least_seconds = allocate_in_time(config.allocator, sites, budget, limit)
         return Plan(
             choices.batch,
             dict(zip(offered, chosen, strict=True)),
             choices.fixed_bytes + sum(option.nbytes for option in chosen),
             math.sqrt(sum(option.cost for option in chosen)) if chosen else math.nan,
             choices.binary_elements,
+            least_seconds,
         )
+
+    def _plain_seconds(self, batch: Batch) -> float:
+        """Of plain training's forward and backward pass; inf where that is not known."""
+        if self.token_seconds is None:
+            return math.inf
+        return self.token_seconds * batch.examples * batch.tokens
 
     def _option(self, site: SaveSite, batch: Batch, codec: Any, bits: int) -> Option:
         assert site.probed is not None and site.importance is not None
@@ -197,7 +231,10 @@ class Planner:
         costs = [site.importance * d for d in site.distortions[codec]]
         costs[0] = max(costs[0], site.error_at_zero or 0.0)
         nbytes = pages * PAGE_COST * site.probed.uses + _witness_bytes(site)
-        return Option(nbytes, costs[bits], codec, bits, tuple(costs), site.importance)
+        seconds = 0.0
+        if math.isfinite(self.compressor.config.time_budget):
+            seconds = self._times.seconds(codec, bits, numel, site.dtype) * site.probed.uses
+        return Option(nbytes, costs[bits], codec, bits, tuple(costs), site.importance, seconds)
 
     def _exact(self, site: SaveSite, batch: Batch) -> Option:
         assert site.probed is not None and site.importance is not None
@@ -216,6 +253,12 @@ class Planner:
             if site.keep is not None:
                 nbytes = min(nbytes, STATE_BYTES)
         return nbytes * site.probed.uses + _witness_bytes(site)
+
+
+def _rounded_up(share: float) -> float:
+    """To two digits, so that what is printed suffices."""
+    unit = 10.0 ** (math.floor(math.log10(share)) - 1)
+    return math.ceil(share / unit) * unit
 
 
 def _elements(site: SaveSite, batch: Batch) -> int:

@@ -218,6 +218,7 @@ class Session:
         finally:
             self.compressor.unplanned.clear()
         self._schedule.done(self.step, perf_counter() - began)
+        self.planner.token_seconds = calibration.token_seconds or self.planner.token_seconds
         self.planner.learn_candidates(Rows(inputs).batch)
 
     def _take_recommended(self, original: Callable[..., Any], inputs: Inputs) -> None:
