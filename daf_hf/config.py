@@ -106,6 +106,9 @@ class DAFConfig:
         "attention_mask, and all but the first token in what a last layer computes for it alone. "
         "For models that lay out examples first, and whose loss is computed inside them.",
     )
+    derive: bool = _option(
+        True, "Do not store what follows from other saved tensors; False is for comparison."
+    )
     include: tuple[str, ...] = _option(
         ("*",), "Patterns (fnmatch) of the modules whose saved tensors are compressed."
     )
@@ -123,8 +126,9 @@ class DAFConfig:
         put(self, "exclude", _patterns("exclude", self.exclude))
         if not self.include:
             raise ValueError("include=(): use at least one module pattern, or '*' for all")
-        if not isinstance(self.skip_padding, bool):
-            raise ValueError(f"skip_padding={self.skip_padding!r}: use True or False")
+        for name in ("skip_padding", "derive"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: use True or False")
         _choice("backend", self.backend, BACKENDS)
         _choice("packing", self.packing, PACKING)
         _choice("on_overflow", self.on_overflow, OVERFLOW)
