@@ -88,7 +88,7 @@ class DAFConfig:
         "spills later on, so that a run is not lost); 'spill' goes to host memory (from an "
         "accelerator) or to a temporary file (from a CPU) from the start.",
     )
-    calibration_batch: int = _option(2, "Examples of a batch that a calibration probes.")
+    calibration_batch: int = _option(4, "Examples of a batch that a calibration probes.")
     calibrate_at: tuple[int, ...] = _option(
         (0, 20, 80), "Optimizer steps before which importances are measured."
     )

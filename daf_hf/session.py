@@ -28,7 +28,7 @@ from .host_memory import short_lived_blocks, trim_heap, tune_malloc
 from .planning import Plan, Planner
 from .rows import Rows
 from .saved_tensors import Compressor
-from .schedule import Schedule
+from .calibration_schedule import CalibrationSchedule
 
 logger = logging.getLogger("daf_hf")
 
@@ -73,7 +73,7 @@ class Session:
         self._last_pass: _Pass | None = None
         self._unlearnt: _Pass | None = None
         self._restore: Callable[[], None] | None = None
-        self._schedule = Schedule(config)
+        self._schedule = CalibrationSchedule(config)
         self._calibration_failed = False
         self._calibration_needs = 0.0
         self._judged = False

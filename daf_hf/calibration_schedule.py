@@ -8,7 +8,7 @@ from time import perf_counter
 from .config import DAFConfig
 
 
-class Schedule:
+class CalibrationSchedule:
     """The steps of ``calibrate_at``, and whatever ``calibration_share`` leaves time for.
 
     The steps of ``calibrate_at`` are taken as they are. Any other calibration is put off while it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from daf_hf import DAFConfig
-from daf_hf.schedule import Schedule
+from daf_hf.calibration_schedule import CalibrationSchedule
 
 
 class Run:
@@ -13,7 +13,7 @@ class Run:
 
     def __init__(self, seconds, **options):
         self.now, self.seconds, self.spent = 100.0, seconds, 0.0
-        self.schedule = Schedule(DAFConfig(**options), lambda: self.now)
+        self.schedule = CalibrationSchedule(DAFConfig(**options), lambda: self.now)
 
     def calibrated(self, steps, changes=()):
         """At which steps there was a calibration; at those of ``changes`` new sites turn up."""
@@ -81,7 +81,7 @@ def test_what_is_put_off_is_made_up_for():
 
 
 def test_new_sites_alone_are_measured_between_periods():
-    schedule = Schedule(DAFConfig(calibrate_at=(0, 20), recalibrate_every=10), lambda: 0.0)
+    schedule = CalibrationSchedule(DAFConfig(calibrate_at=(0, 20), recalibrate_every=10), lambda: 0.0)
     assert schedule.anew(3)
     schedule.done(3, 1.0)
     assert [schedule.anew(step) for step in (7, 20, 25, 31)] == [False, True, False, True]
