@@ -36,6 +36,7 @@ class Option:
         bits: bit width; None for exact.
         costs: ``codec``'s cost at 0..8 bits, for demotion.
         importance: the site's, for allocators that have an error model of their own.
+        seconds: of encoding and restoring (0 where nobody asks for it).
     """
 
     nbytes: int
@@ -44,6 +45,7 @@ class Option:
     bits: int | None
     costs: tuple[float, ...] = ()
     importance: float = 1.0
+    seconds: float = 0.0
 
 
 Allocator = Callable[[Sequence[Sequence[Option]], float], list[Option]]
@@ -98,7 +100,7 @@ def allocate(
     return list(chosen)
 
 
-def _points(sites: Sequence[Sequence[Option]]) -> tuple[knapsack.Floats, knapsack.Floats]:
+def points(sites: Sequence[Sequence[Option]]) -> tuple[knapsack.Floats, knapsack.Floats]:
     """Bytes and costs of all options: ``float64 [sites, options]``, padded with inf."""
     counts = [len(options) for options in sites]
     there = np.arange(max(counts)) < np.array(counts)[:, None]
@@ -115,7 +117,7 @@ def _options(sites: Sequence[Sequence[Option]], plan: knapsack.Integers) -> list
 
 def lower_hull(options: Sequence[Option]) -> list[Option]:
     """The options on the lower convex hull of (bytes, cost), by ascending bytes."""
-    start, edges = knapsack.hulls(*_points([options]))
+    start, edges = knapsack.hulls(*points([options]))
     return [options[index] for index in (*start, *edges.points)]
 
 
@@ -136,7 +138,7 @@ def greedy(sites: Sequence[Sequence[Option]], budget: float) -> list[Option]:
     """
     if not sites:
         return []
-    return _options(sites, knapsack.best_gain_first(*_points(sites), budget))
+    return _options(sites, knapsack.best_gain_first(*points(sites), budget))
 
 
 @register_allocator("exact")
@@ -155,7 +157,7 @@ def exact(sites: Sequence[Sequence[Option]], budget: float) -> list[Option]:
     """
     if not sites:
         return []
-    return _options(sites, knapsack.exact(*_points(sites), budget))
+    return _options(sites, knapsack.exact(*points(sites), budget))
 
 
 @register_allocator("uniform")

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from .batches import Inputs, NothingToLearnError, batch_of, cut
+from .batches import Inputs, NothingToLearnError, batch_of, cut, scalar_loss
+from .codec_times import now
 from .codecs import Codec
 from .gauge import Gauge
 from .importance import resolve_importance
@@ -51,6 +52,9 @@ MODULES_TO_SAVE = ".modules_to_save."
 SMALL_SHARE = 0.05
 """Sites below this share of the average site's bytes are not measured."""
 
+ZERO_SITES = 3
+"""Of each kind of site (the same in every layer), those whose error at 0 bits is measured."""
+
 SMALLEST_PROBE_TOKENS = 4
 SHARE_OF_BUDGET = 0.9
 """Of the budget, what a graph that keeps everything may take."""
@@ -78,6 +82,7 @@ class Calibration:
         forward: the model's own forward.
         inputs: the batch from which the probe is cut.
         limit_bytes: what it may hold of; the budget where None.
+        anew: measure all sites; else those alone that have no importance yet.
 
     Raises:
         CalibrationError: when nothing could be measured.
@@ -85,6 +90,8 @@ class Calibration:
     Attributes:
         plain_bytes: what plain training holds for backward of the whole batch.
         least_bytes: the least budget under which this batch can be calibrated.
+        token_seconds: of plain training's forward and backward pass, each token's share; None
+            where nobody asks for it.
     """
 
     def __init__(
@@ -93,7 +100,9 @@ class Calibration:
         forward: Callable[..., Any],
         inputs: Inputs,
         limit_bytes: float | None = None,
+        anew: bool = True,
     ) -> None:
+        self._anew = anew
         self.compressor = compressor
         self._forward = forward
         self._inputs = inputs
@@ -103,6 +112,7 @@ class Calibration:
         self._limit = limit * SHARE_OF_BUDGET
         self.plain_bytes = 0
         self.least_bytes = 0.0
+        self.token_seconds: float | None = None
         named = [(n, p) for n, p in compressor.model.named_parameters() if p.requires_grad]
         self._parameters = [parameter for _, parameter in named]
         self._kinds = _kinds([name for name, _ in named])
@@ -240,8 +250,11 @@ class Calibration:
         """Probe as many examples as asked for, in graphs of this size."""
         weighted: dict[SaveSite, float] = {}
         at_zero: dict[SaveSite, float] = {}
-        config, weights = self.compressor.config, 0.0
-        zero_too = config.importance == "gradient" and 0 in config.bits
+        weights = 0.0
+        if math.isfinite(self.compressor.config.time_budget):
+            self._time_plain(size)
+        due = self._due_sites()
+        at_zero_too = self._zero_sites(due)
         for start, count in self._parts(size):
             with self._build(start, Batch(count, size.tokens)) as graph:
                 graph.find_readers()
@@ -253,18 +266,26 @@ class Calibration:
                     raise CalibrationError("the probe's gradients are not finite")
                 weights += weight
                 self._find_live(graph)
-                for site in self._large_sites():
+                for site in due:
                     if site in graph.items:
                         weighted[site] = weighted.get(site, 0.0) + weight * self._value(site)
-                        if zero_too:
+                        if site in at_zero_too:
                             error = self._error_at_zero(site)
                             at_zero[site] = at_zero.get(site, 0.0) + weight * error
                         graph.restore(site)
         if weights > 0:
             self._learn({site: total / weights for site, total in weighted.items()})
-            for site, total in at_zero.items():
-                old, error = site.error_at_zero, total / weights
-                site.error_at_zero = error if old is None else (old + error) / 2
+            self._learn_at_zero({site: total / weights for site, total in at_zero.items()})
+
+    def _time_plain(self, size: Batch) -> None:
+        """Measure plain training's time, on a graph of this size."""
+        args, kwargs = cut(self._inputs, 0, size)
+        device = self.compressor.device
+        with _blaming_the_model():
+            began = now(device)
+            loss = scalar_loss(self._forward(*args, **kwargs), self.compressor.config.seed)
+            torch.autograd.grad(loss, self._parameters, allow_unused=True)
+            self.token_seconds = (now(device) - began) / (size.examples * size.tokens)
 
     def _find_live(self, graph: Graph) -> None:
         """Of which tokens rows are stored. One site is watched in every step."""
@@ -312,9 +333,47 @@ class Calibration:
             value = value or typical
             old = site.importance
             site.importance = value if old is None else (old + value) / 2
-        dearest = max((s.importance or 0.0 for s in measured), default=0.0)
-        for site in self._codecs.keys() - measured.keys():
-            site.importance = dearest
+        large = {*measured, *self._large_sites()}
+        dearest = max((s.importance or 0.0 for s in large), default=0.0)
+        for site in self._codecs:
+            if site not in large or site.importance is None:
+                site.importance = dearest
+
+    def _due_sites(self) -> list[SaveSite]:
+        """The large sites that are to be measured this time."""
+        return [s for s in self._large_sites() if self._anew or s.importance is None]
+
+    def _zero_sites(self, due: list[SaveSite]) -> set[SaveSite]:
+        """Of these, those whose error at 0 bits is measured: of each kind a few, evenly spaced."""
+        config, kinds = self.compressor.config, {}
+        if config.importance == "gradient" and 0 in config.bits:
+            for site in due:
+                kinds.setdefault(_kind(site.name), []).append(site)
+        return {
+            sites[(len(sites) - 1) * place // max(1, min(ZERO_SITES, len(sites)) - 1)]
+            for sites in kinds.values()
+            for place in range(min(ZERO_SITES, len(sites)))
+        }
+
+    def _learn_at_zero(self, measured: dict[SaveSite, float]) -> None:
+        """Give sites their errors at 0 bits: measured, else by those of their kind.
+
+        How far the error is from what importance and distortion would have it differs by kind, and
+        little from layer to layer: its geometric mean over those measured stands for the others.
+        """
+        factors: dict[str, list[float]] = {}
+        for site, error in measured.items():
+            old = site.error_at_zero
+            site.error_at_zero = error if old is None else (old + error) / 2
+            predicted = _predicted_at_zero(site)
+            if predicted > 0 and site.error_at_zero > 0:
+                factor = math.log(site.error_at_zero / predicted)
+                factors.setdefault(_kind(site.name), []).append(factor)
+        for site in self._large_sites():
+            known = factors.get(_kind(site.name))
+            if site not in measured and known:
+                factor = math.exp(sum(known) / len(known))
+                site.error_at_zero = factor * _predicted_at_zero(site)
 
     def _large_sites(self) -> list[SaveSite]:
         """The sites worth a backward pass each.
@@ -446,11 +505,21 @@ def _learn_derived(graph: Graph) -> None:
             source.site.feeds |= site.derived
 
 
+def _kind(name: str) -> str:
+    """What is the same in every layer has the same."""
+    return re.sub(r"\.\d+(?=\.)", "", name)
+
+
+def _predicted_at_zero(site: SaveSite) -> float:
+    """What a site's importance says of its error at 0 bits."""
+    return (site.importance or 0.0) * min(errors[0] for errors in site.distortions.values())
+
+
 def _kinds(names: list[str]) -> tuple[list[list[int]], list[list[int]]]:
     """Indices of the parameters of each kind: of adapters (or of all), and of those beside them."""
     kinds: tuple[dict[str, list[int]], dict[str, list[int]]] = ({}, {})
     for index, name in enumerate(names):
-        kind = re.sub(r"\.\d+(?=\.)", "", name)
+        kind = _kind(name)
         kinds[MODULES_TO_SAVE in name].setdefault(kind, []).append(index)
     return list(kinds[0].values()), list(kinds[1].values())
 

@@ -34,10 +34,11 @@ _FIELDS = (
     *("dtype", "consumers", "probed", "importance", "error_at_zero", "candidates", "two_valued"),
     *("keep", "derived", "feeds", "doubted", "live", "alive", "watched", "known"),
 )
-_SESSION = ("_calibrated_at", "_calibration_failed", "_calibration_needs", "_judged")
+_SESSION = ("_calibration_failed", "_calibration_needs", "_judged")
+_SCHEDULE = ("calibrated_at", "for_change", "last_seconds")
 _PLACEMENT = ("calibrated", "frugal")
-_PLANNER = ("_corrections", "_overlap")
-_OPTIONS = ("bits", "importance", "codec", "include", "exclude", "skip_padding")
+_PLANNER = ("_corrections", "_overlap", "token_seconds")
+_OPTIONS = ("bits", "importance", "codec", "include", "exclude", "skip_padding", "derive")
 """What was measured holds under these options alone."""
 
 _CLASSES = (Batch, Codebook, Granularity, Live, Probed, Statistics)
@@ -88,6 +89,7 @@ def _state(session: Session) -> dict[str, Any]:
         "options": _options(session),
         "budget": session.budget.state(),
         "session": {name: getattr(session, name) for name in _SESSION},
+        "schedule": {name: getattr(session.schedule, name) for name in _SCHEDULE},
         "placement": {name: getattr(compressor.placement, name) for name in _PLACEMENT},
         "planner": {name: getattr(session.planner, name) for name in _PLANNER},
         "sites": {site.name: _site_state(site) for site in compressor.tracker.sites.values()},
@@ -129,6 +131,7 @@ def _recall(
             _restore_site(site, known, sites)
     for part, kept in (
         (session, state["session"]),
+        (session.schedule, state["schedule"]),
         (compressor.placement, state["placement"]),
         (session.planner, state["planner"]),
     ):

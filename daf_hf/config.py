@@ -22,6 +22,9 @@ BACKENDS = ("auto", "reference", "cpu", "triton", "cuda")
 PACKING = ("device", "host", "auto")
 OVERFLOW = ("error", "spill")
 ALL_BITS = (0, 1, 2, 3, 4, 5, 6, 7, 8)
+OWN_RULES = ("uniform", "fixed8", "actnn", "gact")
+"""Allocators that do not go by an option's cost."""
+
 RECOMMENDED = "recommended"
 """In place of a number of MB: the first calibration chooses."""
 
@@ -61,6 +64,11 @@ class DAFConfig:
     budget_step_mb: float = _option(
         100.0,
         "With budget_mb='auto': the budget moves in steps of so many MB, and is at least one.",
+    )
+    time_budget: float = _option(
+        math.inf,
+        "What encoding and restoring may take, as a fraction of a plain step's forward and "
+        "backward pass; inf: whatever it takes. budget_mb comes first.",
     )
     bits: tuple[int, ...] = _option(
         (0, 1, 2, 3, 4, 5, 6, 8), "Bit widths that the allocator may choose from."
@@ -110,6 +118,11 @@ class DAFConfig:
     recalibrate_every: int = _option(
         0, "Measure again each so many steps after that; 0: only when the set of sites changes."
     )
+    calibration_share: float = _option(
+        0.05,
+        "Of the time of a run so far, what all its calibrations may take, above 0 and up to 1. "
+        "Those of calibrate_at take place in any case; others are put off.",
+    )
     skip_padding: bool = _option(
         False,
         "Do not store the rows of tokens that no gradient reaches: padding, by the model's "
@@ -120,6 +133,9 @@ class DAFConfig:
         "auto",
         "Compute a language model's loss over chunks of tokens, so that its logits are never there "
         "as a whole: True, False, or 'auto', where the vocabulary has 8192 tokens or more.",
+    )
+    derive: bool = _option(
+        True, "Do not store what follows from other saved tensors; False is for comparison."
     )
     include: tuple[str, ...] = _option(
         ("*",), "Patterns (fnmatch) of the modules whose saved tensors are compressed."
@@ -142,8 +158,9 @@ class DAFConfig:
         put(self, "exclude", _patterns("exclude", self.exclude))
         if not self.include:
             raise ValueError("include=(): use at least one module pattern, or '*' for all")
-        if not isinstance(self.skip_padding, bool):
-            raise ValueError(f"skip_padding={self.skip_padding!r}: use True or False")
+        for name in ("skip_padding", "derive"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: use True or False")
         if not isinstance(self.chunked_loss, bool) and self.chunked_loss != "auto":
             raise ValueError(f"chunked_loss={self.chunked_loss!r}: use True, False or 'auto'")
         _choice("backend", self.backend, BACKENDS)
@@ -151,6 +168,16 @@ class DAFConfig:
         _choice("on_overflow", self.on_overflow, OVERFLOW)
         for name, least in (("calibration_batch", 1), ("recalibrate_every", 0), ("seed", 0)):
             put(self, name, _integer(name, getattr(self, name), least))
+        put(self, "time_budget", _number("time_budget", self.time_budget))
+        if math.isfinite(self.time_budget) and self.allocator in OWN_RULES:
+            raise ValueError(
+                f"time_budget={self.time_budget!r}: allocator={self.allocator!r} has a rule of its "
+                "own, which knows no time; use 'greedy' or 'exact'"
+            )
+        share = _number("calibration_share", self.calibration_share)
+        if share > 1:
+            raise ValueError(f"calibration_share={share!r}: use a number above 0, up to 1")
+        put(self, "calibration_share", share)
         # Here, because what they import knows the config.
         from .allocation import resolve_allocator
         from .candidates import resolve_codecs
@@ -310,6 +337,13 @@ def _size(name: str, value: Any, zero: bool = False, endless: bool = False) -> f
         least = "of at least 0" if zero else "above 0"
         raise ValueError(f"{name}={value!r}: use a number of MB (10^6 bytes) {least}")
     return number
+
+
+def _number(name: str, value: Any) -> float:
+    """A positive number."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
+        raise ValueError(f"{name}={value!r}: use a number above 0")
+    return float(value)
 
 
 def _integer(name: str, value: Any, least: int) -> int:

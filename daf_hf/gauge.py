@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +13,7 @@ from .candidates import reads_gelu_slope
 from .codecs import Codec, gelu_slope
 from .fitting import fitted
 from .kernels import reference
-from .kernels.format import MAX_BITS, PAGE_BYTES, Granularity, PageSpace
+from .kernels.format import MAX_BITS, PAGE_BYTES, Granularity, Layout, PageSpace, Statistics
 from .saved_tensors import Compressor
 from .sites import SaveSite
 
@@ -26,10 +25,14 @@ SAMPLE_COLS = 512
 """A codec's distortion is measured on about so many elements, of at most so many columns."""
 
 STATISTICS_ELEMENTS = 1 << 20
-"""Statistics of channels and tensors are taken from about so many: their range grows with them."""
+"""The range of channels and tensors is taken from about so many, for it grows with them."""
 
 FITTED_ELEMENTS = 1 << 17
 """Smaller tensors are left to the named codebooks: a plane of them is less than a codebook."""
+
+_WIDTHS = ((0, (0,)), (4, (1, 2, 3, 4)), (8, (5, 6, 7, 8)))
+"""Bits with which a sample is encoded, and those at which it is looked at: as far as statistics
+are stored alike."""
 
 FITTED_AT = 2
 FITTED_BEST = 2
@@ -71,7 +74,8 @@ class _Sample:
         key = (codec.granularity, codec.book.statistics, layout.wide, bits > 0)
         if key not in self._known:
             shared = codec.granularity in (Granularity.CHANNEL, Granularity.TENSOR)
-            values = self._many if shared else self.values
+            grows = shared and bits and codec.book.statistics is Statistics.RANGE
+            values = self._many if grows else self.values
             of = codec.layout(values.numel(), self.cols, bits)
             a, s, finite = reference.statistics(values, of, bits)
             expanded = (reference.expand(a, layout), reference.expand(s, layout))
@@ -88,7 +92,11 @@ class Gauge:
         self._candidates = compressor.placement.candidates
 
     def distortions(self, item: Item) -> dict[Codec, tuple[float, ...]]:
-        """Distortions at 0..8 bits of every codec worth trying, on a sample of the rows."""
+        """Distortions at 0..8 bits of every codec worth trying, on a sample of the rows.
+
+        Those are the codecs that an earlier calibration left to choose from, fitted ones as they
+        are, while they can represent the elements.
+        """
         part = _Sample(item)
         exact = in_terms(item.site, part.values)
         energy = float(exact.square().sum())
@@ -97,14 +105,24 @@ class Gauge:
         found: dict[Codec, tuple[float, ...]] = {}
 
         def measure(codec: Codec) -> None:
+            in_slopes = reads_gelu_slope(item.site)
             errors = [
-                float((in_terms(item.site, restored) - exact).square().sum()) / energy
-                for bits, widths in ((0, (0,)), (4, (1, 2, 3, 4)), (8, (5, 6, 7, 8)))
-                for restored in _restored(part, codec, bits, widths)
+                error / energy
+                for bits, widths in _WIDTHS
+                for error in (
+                    _slope_errors(part, exact, codec, bits, widths)
+                    if in_slopes
+                    else _errors(part, codec, bits, widths)
+                )
             ]
             if len(errors) == MAX_BITS + 1:
                 found[codec] = tuple(errors)
 
+        for codec in item.site.distortions:
+            if not codec.private or reads_gelu_slope(item.site):
+                measure(codec)
+        if found:
+            return found
         for codec in self._candidates.at(item.site, part.values, part.cols):
             measure(codec)
         fit = self._candidates.automatic and item.flat.numel() >= FITTED_ELEMENTS
@@ -121,10 +139,7 @@ class Gauge:
         """
         flat = item.kept()
         layout = codec.layout(flat.numel(), item.cols, bits)
-        pages = max(1, layout.pages(bits))
-        memory = torch.empty(pages * PAGE_BYTES, dtype=torch.uint8, device=self._device)
-        space = PageSpace(1 << (pages - 1).bit_length(), [memory], array("q", [memory.data_ptr()]))
-        table = array("i", range(layout.pages(bits)))
+        table, space = scratch_pages(layout, bits, self._device)
         if not self._backend.encode(flat, layout, bits, table, space):
             return item.flat, 0.0
         restored = torch.empty_like(flat)
@@ -135,16 +150,57 @@ class Gauge:
         return item.spread(restored), error / energy if energy > 0 else 0.0
 
 
-def _restored(part: _Sample, codec: Codec, bits: int, widths: tuple[int, ...]) -> Iterator[Tensor]:
-    """The sample, encoded with ``bits`` bits and restored from each of ``widths``."""
+def scratch_pages(layout: Layout, bits: int, device: torch.device) -> tuple[array, PageSpace]:
+    """A page table, and pages of its own, for one tensor outside of any arena."""
+    pages = max(1, layout.pages(bits))
+    memory = torch.empty(pages * PAGE_BYTES, dtype=torch.uint8, device=device)
+    space = PageSpace(1 << (pages - 1).bit_length(), [memory], array("q", [memory.data_ptr()]))
+    return array("i", range(layout.pages(bits))), space
+
+
+def _errors(part: _Sample, codec: Codec, bits: int, widths: tuple[int, ...]) -> list[float]:
+    """Squared errors of the sample, encoded with ``bits`` bits, at each of ``widths``.
+
+    ``x - a - s t`` is ``r + s (t' - t)`` with the residual ``r`` of the longest code, whose value
+    is ``t'``: so three sums over the elements of each code tell the errors of all shorter ones.
+    """
     statistics = part.statistics(codec, bits)
     if statistics is None:
-        return
+        return []
+    values, (a, s) = part.values, statistics
+    if not bits:
+        return [float((values - a).square().sum())]
+    codes = reference.quantize(values, a, s, codec.book).long()
+    tables = [table.to(codes.device) for table in codec.book.tables]
+    finest = tables[MAX_BITS]
+    residual = values - (a + s * finest[codes])
+    squares, products, scales = (
+        torch.bincount(codes, weights.double(), len(finest))
+        for weights in (residual.square(), residual * s, s.square().expand(len(values)))
+    )
+    each = torch.arange(len(finest), device=codes.device)
+    return [
+        float((squares + 2 * off * products + off.square() * scales).sum())
+        for width in widths
+        for off in [finest.double() - tables[width][each >> (MAX_BITS - width)]]
+    ]
+
+
+def _slope_errors(
+    part: _Sample, slopes: Tensor, codec: Codec, bits: int, widths: tuple[int, ...]
+) -> list[float]:
+    """The same in terms of GELU's derivative, ``slopes``, which sums by code do not tell."""
+    statistics = part.statistics(codec, bits)
+    if statistics is None:
+        return []
     a, s = statistics
-    book = codec.book
-    codes = reference.quantize(part.values, a, s, book)
+    codes = reference.quantize(part.values, a, s, codec.book)
+    found = []
     for width in widths:
-        yield a + s * book.tables[width].to(codes.device)[(codes >> (MAX_BITS - width)).long()]
+        table = codec.book.tables[width].to(codes.device)
+        restored = a + s * table[(codes >> (MAX_BITS - width)).long()]
+        found.append(float((gelu_slope(restored) - slopes).square().sum()))
+    return found
 
 
 def _worth_fitting(found: dict[Codec, tuple[float, ...]]) -> list[Codec]:

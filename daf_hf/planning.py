@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from .allocation import Option, allocate, lower_hull
+from .allocation import Option, lower_hull
 from .arena import PAGE_COST
+from .codec_times import CodecTimes
 from .codecs import BINARY
 from .dropout import SMALLEST_ELEMENTS
 from .expressions import WITNESSES
@@ -17,6 +19,9 @@ from .kernels.noise import STATE_BYTES
 from .placement import SMALLEST_BYTES
 from .saved_tensors import Compressor
 from .sites import Batch, SaveSite
+from .time_price import allocate_in_time
+
+logger = logging.getLogger("daf_hf")
 
 _PLANS_KEPT = 256
 _CHOICES_KEPT = 4
@@ -35,6 +40,8 @@ class Plan:
         error: predicted relative error of the gradient; NaN when nothing was measured.
         binary_elements: those of two-valued tensors, which take a bit each.
         least_bytes: what the smallest plan for the batch takes.
+        least_seconds: where it does not keep to the time budget, what a plan of these bytes takes
+            at the least; else None.
     """
 
     batch: Batch
@@ -43,6 +50,7 @@ class Plan:
     error: float
     binary_elements: int = 0
     least_bytes: int = 0
+    least_seconds: float | None = None
 
     @property
     def mean_bits(self) -> float:
@@ -95,11 +103,15 @@ class Planner:
 
     Attributes:
         least_bytes: under which no budget does for the last plan's batch.
+        token_seconds: plain training's time of a step, each token's share; None before it is known.
     """
 
     def __init__(self, compressor: Compressor) -> None:
         self.compressor = compressor
         self.least_bytes = 0
+        self.token_seconds: float | None = None
+        self._times = CodecTimes(compressor.backend, compressor.device)
+        self._warned = False
         self._plans: OrderedDict[Any, Plan] = OrderedDict()
         self._choices: OrderedDict[Any, Choices] = OrderedDict()
         self._corrections: OrderedDict[Any, int] = OrderedDict()
@@ -143,6 +155,7 @@ class Planner:
         plan = self._plans.get(case)
         if plan is None:
             plan = self.under(self._choices_with(missed, batch), limit)
+            self._tell_of_time(plan)
             _keep(self._plans, case, plan, _PLANS_KEPT)
         self.least_bytes = plan.least_bytes * self._overlap
         return plan
@@ -208,7 +221,10 @@ class Planner:
         """The plan under a limit; it is not remembered."""
         offered = choices.options
         budget = limit_bytes - choices.fixed_bytes
-        chosen = allocate(self.compressor.config.allocator, list(offered.values()), budget)
+        config = self.compressor.config
+        limit = config.time_budget * self._plain_seconds(choices.batch)
+        sites = list(offered.values())
+        chosen, least_seconds = allocate_in_time(config.allocator, sites, budget, limit)
         return Plan(
             choices.batch,
             dict(zip(offered, chosen, strict=True)),
@@ -216,7 +232,27 @@ class Planner:
             math.sqrt(sum(option.cost for option in chosen)) if chosen else math.nan,
             choices.binary_elements,
             choices.least_bytes,
+            least_seconds,
         )
+
+    def _tell_of_time(self, plan: Plan) -> None:
+        """Warn, once a run, where the time budget cannot be kept to."""
+        if plan.least_seconds is None or self._warned:
+            return
+        self._warned = True
+        logger.warning(
+            "daf_hf: time_budget=%g cannot be kept to under budget_mb=%g: time_budget=%.2g "
+            "would do, or a larger budget. The bytes come first; time is not limited.",
+            self.compressor.config.time_budget,
+            self.compressor.arena.limit_bytes / 1e6,
+            _rounded_up(plan.least_seconds / self._plain_seconds(plan.batch)),
+        )
+
+    def _plain_seconds(self, batch: Batch) -> float:
+        """Of plain training's forward and backward pass; inf where that is not known."""
+        if self.token_seconds is None:
+            return math.inf
+        return self.token_seconds * batch.examples * batch.tokens
 
     def _option(self, site: SaveSite, batch: Batch, codec: Any, bits: int) -> Option:
         assert site.probed is not None and site.importance is not None
@@ -226,7 +262,10 @@ class Planner:
         costs = [site.importance * d for d in site.distortions[codec]]
         costs[0] = max(costs[0], site.error_at_zero or 0.0)
         nbytes = pages * PAGE_COST * site.probed.uses + _witness_bytes(site)
-        return Option(nbytes, costs[bits], codec, bits, tuple(costs), site.importance)
+        seconds = 0.0
+        if math.isfinite(self.compressor.config.time_budget):
+            seconds = self._times.seconds(codec, bits, numel, site.dtype) * site.probed.uses
+        return Option(nbytes, costs[bits], codec, bits, tuple(costs), site.importance, seconds)
 
     def _exact(self, site: SaveSite, batch: Batch) -> Option:
         assert site.probed is not None and site.importance is not None
@@ -252,6 +291,12 @@ def _keep(known: OrderedDict[Any, Any], case: Any, value: Any, most: int) -> Non
     known[case] = value
     if len(known) > most:
         known.popitem(last=False)
+
+
+def _rounded_up(share: float) -> float:
+    """To two digits, so that what is printed suffices."""
+    unit = 10.0 ** (math.floor(math.log10(share)) - 1)
+    return math.ceil(share / unit) * unit
 
 
 def _elements(site: SaveSite, batch: Batch) -> int:

@@ -72,6 +72,8 @@ class Graph(Pass):
 
     def _follows(self, item: Item, tensor: Tensor) -> bool:
         """Find what the item follows from, and confirm it by its elements."""
+        if not self.compressor.config.derive:
+            return False
         flat = item.flat
         item.expression = derivation(tensor, flat.numel(), _source_of)
         if item.expression is not None and not item.expression.agrees(flat, _READER):

@@ -24,6 +24,7 @@ from .batches import Inputs, signature
 from .budget import Budget
 from .budgets import BudgetSweep, probe_room
 from .calibration import Calibration, CalibrationError, NothingToMeasureError
+from .calibration_schedule import CalibrationSchedule
 from .config import RECOMMENDED, DAFConfig
 from .host_memory import short_lived_blocks, trim_heap, tune_malloc
 from .planning import Plan, Planner
@@ -65,6 +66,7 @@ class Session:
         ValueError: when the model has no parameter that is trained.
 
     Attributes:
+        schedule: when a calibration is due.
         recall: before the next forward pass, takes up what an earlier session has learnt; False
             when that must wait for another one.
     """
@@ -80,7 +82,7 @@ class Session:
         self._unlearnt: _Pass | None = None
         self._restore: Callable[[], None] | None = None
         self._restore_heads: Callable[[], None] | None = None
-        self._calibrated_at: int | None = None
+        self.schedule = CalibrationSchedule(config)
         self._calibration_failed = False
         self._calibration_needs = 0.0
         self._judged = False
@@ -164,7 +166,8 @@ class Session:
             compressor.begin_forward()
             self._learn_from_last_pass()
             current.limits = compressor.arena.limits_set
-            if self._calibration_due():
+            changed = bool(compressor.unplanned) and not self._calibration_failed
+            if self.schedule.due(self.step, changed):
                 self._calibrate(original, inputs)
             rows = Rows(inputs)
             compressor.rows = rows if self.config.skip_padding else None
@@ -215,18 +218,6 @@ class Session:
             wanted = self.compressor.ledger.pass_peak + demoted * PAGE_COST
             self.planner.learn_from(last.key, last.plan, wanted)
 
-    def _calibration_due(self) -> bool:
-        if self._calibrated_at is None:
-            return bool(self.config.calibrate_at or self.config.recalibrate_every)
-        if self._calibrated_at == self.step:
-            return False
-        every, last = (self.config.recalibrate_every, max(self.config.calibrate_at, default=0))
-        return (
-            self.step in self.config.calibrate_at
-            or (every > 0 and self.step > last and (self.step - last) % every == 0)
-            or (bool(self.compressor.unplanned) and not self._calibration_failed)
-        )
-
     def _calibrate(
         self, original: Callable[..., Any], inputs: Inputs, limit_bytes: float | None = None
     ) -> None:
@@ -234,7 +225,8 @@ class Session:
         self.compressor.release_idle()  # what is kept exactly for the probe needs the room
         began = perf_counter()
         logger.info("daf_hf: calibrating at step %d", self.step)
-        calibration = Calibration(self.compressor, original, inputs, limit_bytes)
+        anew = self.schedule.anew(self.step)
+        calibration = Calibration(self.compressor, original, inputs, limit_bytes, anew)
         try:
             with short_lived_blocks():
                 calibration.run()
@@ -252,7 +244,8 @@ class Session:
             logger.info("daf_hf: calibrated in %.1f s", perf_counter() - began)
         finally:
             self.compressor.unplanned.clear()
-        self._calibrated_at = self.step
+        self.schedule.done(self.step, perf_counter() - began)
+        self.planner.token_seconds = calibration.token_seconds or self.planner.token_seconds
         self.planner.learn_candidates(Rows(inputs).batch)
 
     def _take_recommended(self, original: Callable[..., Any], inputs: Inputs) -> None:
@@ -264,7 +257,7 @@ class Session:
         compressor = self.compressor
         began = perf_counter()
         compressor.begin_forward()
-        if self._calibrated_at is None:
+        if self.schedule.calibrated_at is None:
             self._calibrate(original, inputs, probe_room(compressor.device))
         if self._calibration_failed and not compressor.placement.calibrated:
             raise RuntimeError(

@@ -121,3 +121,6 @@ def test_it_runs_on_a_task(ablations, tmp_path, monkeypatch, capsys):
     rows = json.loads(path.read_text())
     assert [row["metric"] for row in rows["correlations"]] == ["gradient"]
     assert [row["ratio"] for row in rows["allocators"]] == [8.0]
+    assert [row["derived"] for row in rows["derived"]] == ["on", "off"]
+    on, off = rows["derived"]
+    assert 0 < on["measured"] < off["measured"] and on["predicted"] < off["predicted"]

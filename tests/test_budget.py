@@ -166,7 +166,7 @@ def test_back_at_a_budget_the_plan_is_what_it_was(bert_model, bert_batch):
     optimizer = optimizer_of(bert_model)
     for _ in range(3):
         step(bert_model, daf, optimizer, bert_batch)
-    before, calibrated = daf._session.last_plan, daf._session._calibrated_at
+    before, calibrated = daf._session.last_plan, daf._session.schedule.calibrated_at
     moments = itertools.count()
     whenever_it_can(compressor, lambda: next(moments) == 30 and daf.set_budget(0.12))
     step(bert_model, daf, optimizer, bert_batch)
@@ -176,7 +176,7 @@ def test_back_at_a_budget_the_plan_is_what_it_was(bert_model, bert_batch):
     step(bert_model, daf, optimizer, bert_batch)
     assert daf._session.last_plan.error == before.error
     assert daf._session.last_plan.options == before.options
-    assert daf._session._calibrated_at == calibrated
+    assert daf._session.schedule.calibrated_at == calibrated
 
 
 def test_no_budget_and_a_budget_again_in_mid_forward(bert_model, bert_batch):

@@ -16,7 +16,7 @@ from torch import nn
 
 from daf_hf import compress_activations
 from daf_hf.batches import batch_of, scalar_loss
-from daf_hf.calibration import untouched
+from daf_hf.calibration import ZERO_SITES, Calibration, _kind, untouched
 
 
 def state_of(model):
@@ -304,6 +304,67 @@ def test_zero_bits_are_measured():
     assert weights.error_at_zero > 1.2 * extrapolated or weights.error_at_zero > 0.5
 
 
+class Stack(nn.Module):
+    """Layers that differ in nothing but their depth."""
+
+    def __init__(self, depth):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64)) for _ in range(depth)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return {"loss": x.square().mean()}
+
+
+def test_zero_bits_are_measured_at_a_few_sites_of_a_kind(monkeypatch):
+    depth, x = 3 * ZERO_SITES, torch.randn(8, 16, 64)
+    measured, error_at_zero = [], Calibration._error_at_zero
+
+    def counted(self, site):
+        measured.append(site)
+        return error_at_zero(self, site)
+
+    monkeypatch.setattr(Calibration, "_error_at_zero", counted)
+    every = {}
+    for at_most in (ZERO_SITES, depth):
+        monkeypatch.setattr("daf_hf.calibration.ZERO_SITES", at_most)
+        measured.clear()
+        torch.manual_seed(0)
+        model = Stack(depth)
+        daf, compressor = compressed(model, 1.0, calibration_batch=8)
+        gradients(model, {"x": x}, daf)
+        kinds = [_kind(site.name) for site in set(measured)]
+        assert max(map(kinds.count, kinds), default=0) == at_most
+        every[at_most] = {
+            site.name: site.error_at_zero
+            for site in compressor.tracker.sites.values()
+            if site.error_at_zero is not None
+        }
+    few, all_ = every.values()
+    assert few.keys() == all_.keys() and len(all_) >= depth
+    assert len(set(few.values())) > len(few) // 2
+    for name, error in few.items():
+        assert error == pytest.approx(all_[name], rel=0.7), name
+
+
+def test_new_sites_leave_what_is_known_as_it_is():
+    model, inputs = build("bert"), batch("bert")
+    daf, compressor = compressed(model, 0.5, calibrate_at=(0,), calibration_share=1)
+    gradients(model, inputs, daf)
+    sites = [s for s in compressor.tracker.sites.values() if s.candidates]
+    importances = {site: site.importance for site in sites}
+    new = max(sites, key=lambda site: site.nbytes)
+    new.importance = new.error_at_zero = None
+    compressor.unplanned.add(new)
+    daf.step()
+    gradients(model, inputs, daf, seed=8)
+    assert new.importance is not None and new.importance != importances.pop(new)
+    assert all(site.importance == before for site, before in importances.items())
+
+
 def test_zero_bits_that_are_not_allowed_are_not_measured():
     model, inputs = build("bert"), batch("bert")
     for options in ({"bits": (1, 2)}, {"importance": "error"}):
@@ -407,7 +468,7 @@ def test_importances_are_a_moving_average():
     ("options", "expected"),
     [
         ({"calibrate_at": (0, 3)}, [0, 3]),
-        ({"calibrate_at": (2,), "recalibrate_every": 2}, [0, 2, 4, 6]),
+        ({"calibrate_at": (2,), "recalibrate_every": 2, "calibration_share": 1}, [0, 2, 4, 6]),
         ({"calibrate_at": ()}, []),
     ],
 )

@@ -24,13 +24,16 @@ GOOD = {
     "bits": [1, 2, 8],
     "importance": "error",
     "codec": ["auto", "group+uniform"],
-    "allocator": "uniform",
+    "allocator": "exact",
     "backend": "reference",
     "packing": "host",
     "on_overflow": "spill",
     "calibration_batch": 2,
     "calibrate_at": [0, 5],
     "recalibrate_every": 100,
+    "calibration_share": 0.1,
+    "time_budget": 0.05,
+    "derive": False,
     "include": ["*.attention.*"],
     "exclude": "*.classifier",
     "seed": 3,
@@ -69,6 +72,13 @@ BAD = [
     ("calibrate_at", (-1,)),
     ("calibrate_at", 5),
     ("recalibrate_every", -1),
+    ("calibration_share", 0),
+    ("derive", 1),
+    ("time_budget", 0),
+    ("time_budget", "5%"),
+    ("calibration_share", 1.5),
+    ("calibration_share", True),
+    ("calibration_share", math.nan),
     ("budget_mb", 10**400),
     ("importance", ".relative:metric"),
     ("include", ()),
@@ -84,6 +94,11 @@ BAD = [
 def test_bad_value_is_named(name, value):
     with pytest.raises(ValueError, match=f"{name}=.*(use|cannot be loaded)"):
         DAFConfig(**{name: value})
+
+
+def test_a_time_budget_needs_an_allocator_that_goes_by_cost():
+    with pytest.raises(ValueError, match=r"time_budget=0.1: allocator='uniform' .* use 'greedy'"):
+        DAFConfig(time_budget=0.1, allocator="uniform")
 
 
 def test_unknown_option_is_named_with_those_there_are():

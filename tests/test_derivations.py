@@ -542,3 +542,17 @@ def test_sites_are_the_same_in_calibration_and_in_steps_under_autocast():
         daf.step()
     sites = [site for site in compressor.tracker.sites.values() if site.nbytes]
     assert all(site.probed is not None for site in sites)
+
+
+def test_nothing_is_derived_where_that_is_off():
+    model, inputs = build("roberta"), batch("roberta")
+    held, codecs = {}, {}
+    for derive in (True, False):
+        model = build("roberta")
+        daf, _ = compressed(model, 100.0, derive=derive)
+        gradients(model, inputs, daf)
+        report = daf.report
+        held[derive] = report.held_bytes_peak
+        codecs[derive] = {site.codec for site in report.sites}
+    assert "derived" in codecs[True] and "derived" not in codecs[False]
+    assert held[True] < 0.9 * held[False]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny import restored
 from torch import nn
 
 from daf_hf import DAFConfig
 from daf_hf.codecs import GELU, Codec
-from daf_hf.gauge import FITTED_BEST, FITTED_ELEMENTS, Gauge
+from daf_hf.gauge import FITTED_BEST, FITTED_ELEMENTS, Gauge, sample
 from daf_hf.kernels.format import Granularity
 from daf_hf.saved_tensors import Compressor
 from daf_hf.sites import SaveSite
@@ -48,6 +49,28 @@ def test_distortions_are_those_of_the_kernels(name):
             if codec.granularity is Granularity.TENSOR:  # one range alone: a matter of luck
                 continue
             assert errors[bits] == pytest.approx(error, rel=0.3, abs=1e-4), (str(codec), bits)
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_sums_by_code_are_the_errors_of_every_element(name):
+    found = gauge("group+normal").distortions(item(DATA[name]))[Codec(Granularity.GROUP, "normal")]
+    x = sample(DATA[name].flatten(), DATA[name].shape[1])[0]
+    for bits in range(9):
+        if bits in (0, 4, 8):  # at the others statistics are stored as at these
+            back = restored(x, Codec(Granularity.GROUP, "normal"), bits)
+            error = float((back - x).square().sum() / x.square().sum())
+            assert found[bits] == pytest.approx(error, rel=1e-3), bits
+
+
+def test_later_the_codecs_that_are_left_are_measured_as_they_are():
+    one = item(DATA["normal"])
+    best = min(gauge().distortions(one).items(), key=lambda found: found[1][2])[0]
+    assert best.fitted is not None
+    one.site.distortions = {best: (1.0,) * 9}
+    again = gauge().distortions(one)
+    assert list(again) == [best] and again[best][8] < again[best][2] < 0.5
+    one.site.distortions = {GELU: (1.0,) * 9}  # another reader turned up
+    assert GELU not in gauge().distortions(one)
 
 
 @pytest.mark.parametrize("name", DATA)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
+import time
+
 import pytest
 from tiny import batch, build, compressed, gradients
 
@@ -107,3 +111,59 @@ def test_what_is_remembered_is_bounded(trained):
     assert len(planner._plans) <= 256
     assert len(planner._corrections) <= 512
     assert len(planner._choices) <= 4
+
+
+def timed(monkeypatch, caplog, time_budget, budget_mb=0.5, token_seconds=1e-4):
+    """The planner and plan of a model whose codecs take 10 ns an element, more with wide codes."""
+    monkeypatch.setattr(
+        "daf_hf.codec_times.CodecTimes.seconds",
+        lambda self, codec, bits, numel, dtype: 1e-8 * numel * (1 + bits / 8),
+    )
+    monkeypatch.setattr(
+        "daf_hf.calibration.Calibration._time_plain",
+        lambda self, size: setattr(self, "token_seconds", token_seconds),
+    )
+    model, inputs = build("bert", 0.0), batch("bert")
+    daf, _ = compressed(model, budget_mb, time_budget=time_budget)
+    caplog.clear()
+    gradients(model, inputs, daf)
+    session = daf._session
+    warned = [r.getMessage() for r in caplog.records if "time_budget" in r.getMessage()]
+    return session.last_plan, session.planner._plain_seconds(session.last_plan.batch), warned
+
+
+def seconds_of(plan):
+    return sum(option.seconds for option in plan.options.values())
+
+
+def test_a_time_budget_is_kept_to_within_the_bytes(monkeypatch, caplog):
+    free, plain, warned = timed(monkeypatch, caplog, 1e3)
+    share = seconds_of(free) / plain
+    assert share > 0 and not warned
+    plan, _, warned = timed(monkeypatch, caplog, 0.9 * share)
+    assert 0 < seconds_of(plan) <= 0.9 * share * plain
+    assert plan.nbytes <= 0.5e6 and not warned
+    assert plan.error >= free.error
+
+
+def test_where_both_cannot_be_kept_to_bytes_come_first(monkeypatch, caplog):
+    plan, plain, warned = timed(monkeypatch, caplog, 1e-6)
+    assert plan.nbytes <= 0.5e6 and plan.least_seconds > 1e-6 * plain
+    assert len(warned) == 1
+    enough = float(re.search(r"time_budget=(\S+) would do", warned[0])[1])
+    plan, _, warned = timed(monkeypatch, caplog, enough)
+    assert seconds_of(plan) <= enough * plain and plan.least_seconds is None and not warned
+
+
+def test_plain_trainings_time_is_measured():
+    model, inputs = build("bert"), batch("bert")
+    for time_budget, known in ((0.5, True), (math.inf, False)):
+        daf, _ = compressed(model, 1.0, time_budget=time_budget)
+        began = time.perf_counter()
+        gradients(model, inputs, daf)
+        planner = daf._session.planner
+        assert (planner.token_seconds is not None) == known
+        if known:
+            size = planner._plain_seconds(daf._session.last_plan.batch)
+            assert 0 < size < time.perf_counter() - began
+        model = build("bert")
