@@ -121,7 +121,7 @@ def times(options: argparse.Namespace) -> None:
             spent.clear()
             session.step = number
             session.compressor.begin_forward()
-            session._schedule.calibrated_at = None  # as if it were asked for
+            session.schedule.calibrated_at = None  # as if it were asked for
             session._calibrate(forward, ((), batch))
             rows += [
                 {"calibration": number + 1, "pass": label, "seconds": seconds,
