@@ -73,7 +73,7 @@ class BudgetPlan:
     Attributes:
         plain_bytes: what plain training holds for backward of this batch, parameters and buffers
             excluded.
-        least_bytes: the least budget that does, with the fewest bits everywhere.
+        least_bytes: the least budget that a run can begin with.
         calibration_bytes: the least budget under which training can calibrate on this batch.
         recommended_bytes: the least budget with a predicted error of at most ``error_allowed``
             (and not below ``calibration_bytes``).

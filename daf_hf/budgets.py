@@ -51,6 +51,7 @@ class BudgetSweep:
 
     def __init__(self, planner: Planner, key: Any, batch: Batch) -> None:
         self._planner = planner
+        self._batch = batch
         self._choices = planner.choices(key, batch)
         self.least_bytes = self._choices.least_bytes
         self.exact_bytes = self._choices.exact_bytes
@@ -58,6 +59,16 @@ class BudgetSweep:
     def at(self, budget_bytes: float) -> Plan:
         """The plan under a budget; one that is too small gets the smallest plan."""
         return self._planner.under(self._choices, budget_bytes)
+
+    def feasible_bytes(self, calibration_bytes: float) -> int:
+        """The least budget that a run can begin with.
+
+        Args:
+            calibration_bytes: the least that a calibration needs; below it, what nobody could
+                measure must fit.
+        """
+        unmeasured = self._planner.unmeasured_bytes(self._batch)
+        return max(self.least_bytes, min(math.ceil(calibration_bytes), unmeasured))
 
     def budget_for(self, error: float) -> int:
         """The least budget, in bytes, whose predicted gradient error is at most ``error``.

@@ -177,7 +177,7 @@ def _budget(value: Any) -> int:
 def _budget_plan(
     sweep: BudgetSweep, calibration: _NoiseCalibration, asked: list[int] | None, config: DAFConfig
 ) -> BudgetPlan:
-    least, plain = sweep.least_bytes, calibration.plain_bytes
+    least, plain = sweep.feasible_bytes(calibration.least_bytes), calibration.plain_bytes
     recommended = sweep.recommended(calibration.least_bytes)
     noise = calibration.dropout_error
     marks: dict[int, list[str]] = {}
@@ -190,7 +190,7 @@ def _budget_plan(
     mark(round_up(least), "least")
     mark(recommended, "recommended")
     if not math.isnan(noise):
-        mark(sweep.budget_for(noise), "dropout")
+        mark(max(sweep.budget_for(noise), round_up(least)), "dropout")
     if math.isfinite(config.budget_bytes):
         mark(round(config.budget_bytes), "asked")
     mark(round_up(plain), "plain")

@@ -16,7 +16,7 @@ from .codecs import BINARY
 from .dropout import SMALLEST_ELEMENTS
 from .expressions import WITNESSES
 from .kernels.noise import STATE_BYTES
-from .placement import SMALLEST_BYTES
+from .placement import COMPRESSIBLE, SMALLEST_BYTES
 from .saved_tensors import Compressor
 from .sites import Batch, SaveSite
 from .time_price import allocate_in_time
@@ -216,6 +216,26 @@ class Planner:
             encoded = [self._option(site, batch, codec, bits) for codec, bits in site.candidates]
             options[site] = [*encoded, self._exact(site, batch)]
         return Choices(batch, fixed, binary, options)
+
+    def unmeasured_bytes(self, batch: Batch) -> int:
+        """The least that a batch takes where there was no room to calibrate.
+
+        Noise is then not drawn again, and nothing is derived.
+        """
+        placement, fewest = self.compressor.placement, min(self.compressor.config.bits)
+        codec = placement.candidates.unplanned(frugal=True)
+        total = 0
+        for site in self.compressor.tracker.sites.values():
+            if site.probed is None:
+                continue
+            numel, cols = site.probed.predict(batch)
+            nbytes = numel * site.dtype.itemsize
+            if site.compressible and nbytes >= SMALLEST_BYTES:
+                book, bits = (BINARY, 1) if site.two_valued else (codec, fewest)
+                if site.two_valued or site.dtype in COMPRESSIBLE:
+                    nbytes = book.layout(numel, cols or 1, bits).pages(bits) * PAGE_COST
+            total += nbytes * site.probed.uses
+        return total
 
     def under(self, choices: Choices, limit_bytes: float) -> Plan:
         """The plan under a limit; it is not remembered."""

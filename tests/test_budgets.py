@@ -145,12 +145,12 @@ def warnings_of(budget_mb, caplog, **options):
 
 
 def test_a_harmful_budget_is_warned_of_once(caplog):
-    least = sweep_of().least_bytes / 1e6
-    (warning,) = warnings_of(1.02 * least, caplog)
+    harmful = sweep_of().budget_for(1.3 * HARMFUL_ERROR) / 1e6
+    (warning,) = warnings_of(harmful, caplog)
     assert f"above {HARMFUL_ERROR:g}" in warning and "daf-hf plan" in warning
     (better,) = re.findall(r"budget_mb=([\d.]+) would", warning)
     assert warnings_of(float(better), caplog) == []
-    assert warnings_of(1.02 * least, caplog, importance="error") == []
+    assert warnings_of(harmful, caplog, importance="error") == []
 
 
 def test_a_budget_that_cannot_be_met_is_refused_without_a_warning(caplog):

@@ -94,7 +94,7 @@ def test_what_is_planned_comes_true(name):
     report = daf.report
     assert report.held_bytes_peak == pytest.approx(row.planned_bytes, rel=0.05)
     assert report.ratio == pytest.approx(row.ratio, rel=0.05)
-    assert report.mean_bits == pytest.approx(row.mean_bits, rel=0.15)
+    assert report.mean_bits == pytest.approx(row.mean_bits, rel=0.2)
     error = report.predicted_gradient_error
     assert row.predicted_gradient_error / 2 < error < 2 * row.predicted_gradient_error
 
@@ -103,7 +103,7 @@ def test_what_is_planned_comes_true(name):
 def test_the_least_is_the_least(name):
     model, inputs = build(name), batch(name)
     least = daf_hf.plan(model, inputs).least_bytes / 1e6
-    daf, _ = compressed(model, 1.05 * least)
+    daf, _ = compressed(model, 1.01 * least)
     gradients(model, inputs, daf)
     daf, _ = compressed(model, 0.9 * least)
     with pytest.raises(BudgetError), daf:
