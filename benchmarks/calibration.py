@@ -165,7 +165,7 @@ def main() -> None:
     add("--batch_size", type=int, default=32)
     add("--tokens", type=int, default=128)
     add("--budget_mb", type=float, default=300)
-    add("--calibration_batch", type=int, default=2)
+    add("--calibration_batch", type=int, default=4)
     add("--calibrations", type=int, default=2)
     add("--steps", type=int, default=3, help="of plain training")
     add("--ranks", type=int, nargs="+", choices=(1, 2, 4, 8), help="examples to rank by")
