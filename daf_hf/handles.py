@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .arena import Stored
 from .dropout import PART_ELEMENTS, Noise
 from .expressions import Expression, Reader, Source
 from .kernels.noise import Stream
 from .refusal import Refusal
 from .sites import SaveSite
 from .spill import Parcel, SpillFile
+from .stored import Stored
 from .tensors import flatten, is_contiguous, is_ordinary
 
 _EMPTY: dict[tuple[torch.dtype, torch.device], Tensor] = {}

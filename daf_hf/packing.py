@@ -22,11 +22,12 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from .arena import Arena, Stored
+from .arena import Arena
 from .handles import Copy, Lease, Pages, Physical
 from .kernels import Backend
 from .kernels.format import PageSpace
 from .pinned_pages import PinnedPages, host_is_faster
+from .stored import Stored
 
 SMALLEST_BYTES = 1 << 20
 """Smaller tensors are encoded sooner than handed over."""

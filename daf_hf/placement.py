@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .accounting import Ledger
-from .arena import PAGE_COST, Arena, Stored
+from .arena import PAGE_COST, Arena
 from .candidates import resolve_codecs
 from .codecs import BINARY, Codec
 from .config import DAFConfig
@@ -29,6 +29,7 @@ from .refusal import BudgetError, Refusal
 from .rows import spread
 from .sites import SaveSite
 from .spill import Parcel, SpillFile
+from .stored import Stored
 from .tensors import is_representable, may_be_two_valued
 from .workspace import Workspace
 
