@@ -20,11 +20,12 @@ from .candidates import resolve_codecs
 from .codecs import BINARY, Codec
 from .config import DAFConfig
 from .dropout import Draws
-from .handles import Copy, DeferredEnds, Drawn, Lease, Pages, Physical, Refused, Spilled
 from .kernels import get_backend
 from .kernels.format import MAX_BITS
 from .kernels.noise import STATE_BYTES, Stream, streams
+from .leases import DeferredEnds, Lease
 from .packing import Job, Packer, Packing, choose_packer
+from .physical import Copy, Drawn, Pages, Physical, Refused, Spilled
 from .refusal import BudgetError, Refusal
 from .rows import spread
 from .sites import SaveSite
