@@ -38,7 +38,8 @@ from torch import Tensor, nn
 
 from daf_hf import compress_activations, importance
 from daf_hf.allocation import ALLOCATORS, Option, lower_hull
-from daf_hf.calibration import MODULES_TO_SAVE, SMALL_SHARE
+from daf_hf.calibration import SMALL_SHARE
+from daf_hf.gradient_error import MODULES_TO_SAVE
 from daf_hf.sites import SaveSite
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "glue"

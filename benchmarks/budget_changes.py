@@ -36,10 +36,11 @@ from torch import nn
 from transformers import RobertaConfig, RobertaForSequenceClassification
 
 from daf_hf import compress_activations
-from daf_hf.arena import Arena, Stored
+from daf_hf.arena import Arena
 from daf_hf.codecs import Codec
 from daf_hf.host_memory import tune_malloc
 from daf_hf.kernels.format import PAGE_BYTES, Granularity
+from daf_hf.stored import Stored
 from daf_hf.tables import render_table
 
 MB = 1e6

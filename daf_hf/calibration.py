@@ -10,34 +10,31 @@ parameters are afterwards what they were.
 from __future__ import annotations
 
 import math
-import random
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from . import zero_bits
 from .batches import Inputs, NothingToLearnError, batch_of, cut, scalar_loss
 from .codec_times import now
 from .codecs import Codec
 from .gauge import Gauge
+from .gradient_error import GradientError, squared_norm
+from .graph_probe import GraphProbe
 from .importance import resolve_importance
 from .liveness import find_live, find_watch
+from .model_state import untouched
+from .off_zero import all_zero, moved, signed_steps
 from .probing import Graph, ProbeTooLargeError
-from .rounding import rounded_at_random
 from .saved_tensors import Compressor
 from .sites import DIM_CONSTANT, Batch, Live, Probed, SaveSite, dimension_roles
 from .survey import Survey
 
 PROBE_BITS = 2
 """Width at which importances are measured; it ranks sites at other widths too."""
-
-NUDGE = 0.01
-"""How far parameters that are all zero are moved for the measurement (LoRA's B at the start)."""
 
 PILOT_EXAMPLES = 2
 PILOT_SHARE = 3
@@ -46,14 +43,8 @@ PILOT_SHARE = 3
 CUTS = ((True, True), (True, False), (False, False))
 """Whether a probe takes a part of the examples, and of the tokens: what is tried in turn."""
 
-MODULES_TO_SAVE = ".modules_to_save."
-"""In the name of a parameter that PEFT trains in full beside the adapters."""
-
 SMALL_SHARE = 0.05
 """Sites below this share of the average site's bytes are not measured."""
-
-ZERO_SITES = 3
-"""Of each kind of site (the same in every layer), those whose error at 0 bits is measured."""
 
 SMALLEST_PROBE_TOKENS = 4
 SHARE_OF_BUDGET = 0.9
@@ -75,7 +66,7 @@ class _ModelFailedError(Exception):
 
 
 class Calibration:
-    """One calibration: a :class:`daf_hf.importance.Probe` over a few small graphs.
+    """One calibration: a pilot, a survey, and probes on a few small graphs.
 
     Args:
         compressor: whose sites are calibrated.
@@ -113,15 +104,12 @@ class Calibration:
         self.plain_bytes = 0
         self.least_bytes = 0.0
         self.token_seconds: float | None = None
-        named = [(n, p) for n, p in compressor.model.named_parameters() if p.requires_grad]
-        self._parameters = [parameter for _, parameter in named]
-        self._kinds = _kinds([name for name, _ in named])
+        self._errors = GradientError(compressor.model)
+        self._parameters = self._errors.parameters
         widths = [b for b in compressor.config.bits if b] or [max(compressor.config.bits)]
         self._bits = min(widths, key=lambda bits: abs(bits - PROBE_BITS))
         self._codecs: dict[SaveSite, Codec] = {}
         self._nbytes: dict[SaveSite, int] = {}
-        self._graph: Graph | None = None
-        self._reference: list[Tensor | None] = []
         self._cuts_examples = self._cuts_tokens = True
 
     def run(self) -> None:
@@ -164,7 +152,7 @@ class Calibration:
             moves, complete = self._moves_off_zero(pilot)
         if not complete:  # what the pilot left out may be what the loss is about
             moves = self._within_budget(bytes_per_token, self._moves_at)
-        with _moved(moves):
+        with moved(moves):
             self._within_budget(bytes_per_token, self._measure_at)
 
     # Sizes and distortions ---------------------------------------------------------------------
@@ -254,28 +242,31 @@ class Calibration:
         if math.isfinite(self.compressor.config.time_budget):
             self._time_plain(size)
         due = self._due_sites()
-        at_zero_too = self._zero_sites(due)
+        at_zero_too = zero_bits.sites_to_measure(due, self.compressor.config)
         for start, count in self._parts(size):
             with self._build(start, Batch(count, size.tokens)) as graph:
                 graph.find_readers()
-                self._graph = graph
                 with _blaming_the_model():
-                    self._reference = graph.gradients(self._parameters)
-                weight = squared_norm(self._reference)
+                    reference = graph.gradients(self._parameters)
+                weight = squared_norm(reference)
                 if not math.isfinite(weight):
                     raise CalibrationError("the probe's gradients are not finite")
                 weights += weight
                 self._find_live(graph)
+                probe = GraphProbe(
+                    graph, self._gauge, self._codecs, self._bits, self._errors, reference
+                )
                 for site in due:
                     if site in graph.items:
-                        weighted[site] = weighted.get(site, 0.0) + weight * self._value(site)
+                        weighted[site] = weighted.get(site, 0.0) + weight * self._value(site, probe)
                         if site in at_zero_too:
-                            error = self._error_at_zero(site)
+                            error = probe.error_at_zero(site)
                             at_zero[site] = at_zero.get(site, 0.0) + weight * error
                         graph.restore(site)
         if weights > 0:
             self._learn({site: total / weights for site, total in weighted.items()})
-            self._learn_at_zero({site: total / weights for site, total in at_zero.items()})
+            errors = {site: total / weights for site, total in at_zero.items()}
+            zero_bits.learn(errors, self._large_sites())
 
     def _time_plain(self, size: Batch) -> None:
         """Measure plain training's time, on a graph of this size."""
@@ -308,10 +299,10 @@ class Calibration:
                 for item in graph.items[watched]:
                     item.picked = None
 
-    def _value(self, site: SaveSite) -> float:
+    def _value(self, site: SaveSite, probe: GraphProbe) -> float:
         """What the metric says of a site."""
         spec = self.compressor.config.importance
-        value: Any = resolve_importance(spec)(site, self)
+        value: Any = resolve_importance(spec)(site, probe)
         message = (
             f"importance={spec!r} gave {value!r} for {site.name}: a metric must return a finite "
             "number that is not negative"
@@ -343,38 +334,6 @@ class Calibration:
         """The large sites that are to be measured this time."""
         return [s for s in self._large_sites() if self._anew or s.importance is None]
 
-    def _zero_sites(self, due: list[SaveSite]) -> set[SaveSite]:
-        """Of these, those whose error at 0 bits is measured: of each kind a few, evenly spaced."""
-        config, kinds = self.compressor.config, {}
-        if config.importance == "gradient" and 0 in config.bits:
-            for site in due:
-                kinds.setdefault(_kind(site.name), []).append(site)
-        return {
-            sites[(len(sites) - 1) * place // max(1, min(ZERO_SITES, len(sites)) - 1)]
-            for sites in kinds.values()
-            for place in range(min(ZERO_SITES, len(sites)))
-        }
-
-    def _learn_at_zero(self, measured: dict[SaveSite, float]) -> None:
-        """Give sites their errors at 0 bits: measured, else by those of their kind.
-
-        How far the error is from what importance and distortion would have it differs by kind, and
-        little from layer to layer: its geometric mean over those measured stands for the others.
-        """
-        factors: dict[str, list[float]] = {}
-        for site, error in measured.items():
-            old = site.error_at_zero
-            site.error_at_zero = error if old is None else (old + error) / 2
-            predicted = _predicted_at_zero(site)
-            if predicted > 0 and site.error_at_zero > 0:
-                factor = math.log(site.error_at_zero / predicted)
-                factors.setdefault(_kind(site.name), []).append(factor)
-        for site in self._large_sites():
-            known = factors.get(_kind(site.name))
-            if site not in measured and known:
-                factor = math.exp(sum(known) / len(known))
-                site.error_at_zero = factor * _predicted_at_zero(site)
-
     def _large_sites(self) -> list[SaveSite]:
         """The sites worth a backward pass each.
 
@@ -384,98 +343,12 @@ class Calibration:
         average = sum(self._nbytes.values()) / max(1, len(self._nbytes))
         return [site for site, size in self._nbytes.items() if size >= SMALL_SHARE * average]
 
-    def distortion(self, site: SaveSite) -> float:
-        """See :class:`daf_hf.importance.Probe`."""
-        assert self._graph is not None
-        total = energy = 0.0
-        for item in self._graph.items[site]:
-            item.restored, error = self._gauge.restore(item, self._codecs[site], self._bits)
-            weight = float(item.kept().float().square().sum())
-            total += error * weight
-            energy += weight
-        return total / energy if energy > 0 else 0.0
-
-    def gradient_error(self, site: SaveSite) -> float:
-        """See :class:`daf_hf.importance.Probe`.
-
-        Parameters of one kind (the same in every layer) count together, relative to their own
-        norm, and kinds by their number of elements: Adam's steps do not follow the gradient's
-        scale. A head's or the value projections' gradient is often many times that of the query
-        projections, and would hide whatever befalls those. What PEFT trains in full beside the
-        adapters is averaged by itself.
-        """
-        assert self._graph is not None
-        if any(item.restored is None for item in self._graph.items[site]):
-            self.distortion(site)
-        return self._change_of(site)
-
-    def elements(self, site: SaveSite) -> list[Tensor]:
-        """See :class:`daf_hf.importance.Probe`."""
-        assert self._graph is not None
-        return [item.flat.view(-1, item.cols) for item in self._graph.items[site]]
-
-    def output_gradient_norm(self, site: SaveSite) -> float:
-        """See :class:`daf_hf.importance.Probe`."""
-        assert self._graph is not None
-        return math.sqrt(squared_norm(self._graph.incoming(site)))
-
-    def rounded_gradient(self, site: SaveSite, bits: int, seed: int) -> list[Tensor | None]:
-        """See :class:`daf_hf.importance.Probe`."""
-        assert self._graph is not None
-        generator = torch.Generator().manual_seed(seed)
-        for item in self._graph.items[site]:
-            item.restored = rounded_at_random(item.flat, bits, generator)
-        try:
-            return self._graph.change(site, self._parameters)
-        finally:
-            self._graph.restore(site)
-
-    def _error_at_zero(self, site: SaveSite) -> float:
-        """The gradient error when every element is its unit's mean.
-
-        That error is coherent, unlike rounding's: what was measured at a few bits does not tell.
-        (Softmax outputs at their mean let the gradient of the values double.)
-        """
-        assert self._graph is not None
-        codec = min(site.distortions, key=lambda codec: site.distortions[codec][0])
-        for item in self._graph.items[site]:
-            item.restored, _ = self._gauge.restore(item, codec, 0)
-        return self._change_of(site)
-
-    def _change_of(self, site: SaveSite) -> float:
-        assert self._graph is not None
-        return self._relative(self._graph.change(site, self._parameters))
-
-    def _relative(self, change: list[Tensor | None]) -> float:
-        """A squared change of the gradients, as :meth:`gradient_error` takes it."""
-        total = 0.0
-        for kinds in self._kinds:
-            error = elements = 0.0
-            for kind in kinds:
-                norm = squared_norm([self._reference[index] for index in kind])
-                if norm > 0:
-                    count = sum(self._parameters[index].numel() for index in kind)
-                    error += count * squared_norm([change[index] for index in kind]) / norm
-                    elements += count
-            total += error / elements if elements else 0.0
-        return total
-
     def _moves_off_zero(self, graph: Graph) -> tuple[dict[nn.Parameter, Tensor], bool]:
-        """For parameters that are all zero, one signed gradient step; whether all have one.
-
-        While LoRA's B is zero, A has no gradient and every input of A looks free. Adam's first
-        steps move B by about the learning rate times the gradient's sign; so does this.
-        """
-        zero = [p for p in self._parameters if not p.is_meta and not bool(p.any())]
+        """Steps for parameters that are all zero; whether all have one."""
+        zero = all_zero(self._parameters)
         with _blaming_the_model():
             gradients = graph.gradients(zero) if zero else []
-        found = {p: g for p, g in zip(zero, gradients, strict=True) if g is not None}
-        moves = {
-            parameter: -NUDGE * gradient.sign()
-            for parameter, gradient in found.items()
-            if bool(gradient.any()) and bool(gradient.isfinite().all())
-        }
-        return moves, len(moves) == len(found)
+        return signed_steps(zero, gradients)
 
     def _moves_at(self, size: Batch) -> dict[nn.Parameter, Tensor]:
         """The same from graphs of this size, as many as it takes."""
@@ -505,25 +378,6 @@ def _learn_derived(graph: Graph) -> None:
             source.site.feeds |= site.derived
 
 
-def _kind(name: str) -> str:
-    """What is the same in every layer has the same."""
-    return re.sub(r"\.\d+(?=\.)", "", name)
-
-
-def _predicted_at_zero(site: SaveSite) -> float:
-    """What a site's importance says of its error at 0 bits."""
-    return (site.importance or 0.0) * min(errors[0] for errors in site.distortions.values())
-
-
-def _kinds(names: list[str]) -> tuple[list[list[int]], list[list[int]]]:
-    """Indices of the parameters of each kind: of adapters (or of all), and of those beside them."""
-    kinds: tuple[dict[str, list[int]], dict[str, list[int]]] = ({}, {})
-    for index, name in enumerate(names):
-        kind = _kind(name)
-        kinds[MODULES_TO_SAVE in name].setdefault(kind, []).append(index)
-    return list(kinds[0].values()), list(kinds[1].values())
-
-
 @contextmanager
 def _blaming_the_model() -> Iterator[None]:
     """What goes wrong inside, the model could not do."""
@@ -536,60 +390,3 @@ def _blaming_the_model() -> Iterator[None]:
     except Exception as error:
         # Its text alone: its traceback would keep the graph.
         raise _ModelFailedError(f"{type(error).__name__}: {error}") from None
-
-
-@contextmanager
-def _moved(moves: dict[nn.Parameter, Tensor]) -> Iterator[None]:
-    """Inside, the parameters have these values; afterwards, bit for bit their own."""
-    before = [parameter.detach().clone() for parameter in moves]
-    try:
-        with torch.no_grad(), _unversioned(list(moves)):
-            for parameter, value in moves.items():
-                parameter.copy_(value)
-        yield
-    finally:
-        with torch.no_grad(), _unversioned(list(moves)):
-            for parameter, value in zip(moves, before, strict=True):
-                parameter.copy_(value)
-        # Autocast may have cached low-precision copies of the moved parameters.
-        torch.clear_autocast_cache()
-
-
-def squared_norm(tensors: list[Tensor | None]) -> float:
-    """Of all tensors together."""
-    return sum(float(t.float().square().sum()) for t in tensors if t is not None)
-
-
-@contextmanager
-def _unversioned(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """In-place changes inside do not count as such for graphs that are alive."""
-    with _unsafe_preserve_version_counter(tuple(tensors)):
-        yield
-
-
-@contextmanager
-def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """RNG states (torch, numpy, Python) and buffers are afterwards what they were."""
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = [] if device.type == "cpu" else [device.index or 0]
-    kind = "cuda" if device.type == "cpu" else device.type
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    try:
-        with (
-            torch.random.fork_rng(devices, device_type=kind),
-            _unversioned([buffer for _, _, buffer, _ in buffers]),
-        ):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        for module, name, buffer, before in buffers:
-            module._buffers[name] = buffer
-            if not torch.equal(buffer, before):
-                with torch.no_grad(), _unversioned([buffer]):
-                    buffer.copy_(before)

@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_map
 from .batches import Inputs, signature
 from .budget_plan import BudgetPlan, PlannedBudget, PlannedSite
 from .budgets import RECOMMENDED_ERROR, BudgetSweep, probe_room, round_up
-from .calibration import Calibration, CalibrationError, squared_norm
+from .calibration import Calibration, CalibrationError
 from .config import RECOMMENDED, DAFConfig, check_budget
+from .gradient_error import squared_norm
 from .host_memory import short_lived_blocks
 from .planning import Plan, Planner
 from .rows import Rows
@@ -110,13 +111,13 @@ class _NoiseCalibration(Calibration):
         total = weights = 0.0
         for start, count in self._parts(size):
             part = Batch(count, size.tokens)
-            self._reference, other = self._gradients(start, part), self._gradients(start, part)
+            reference, other = self._gradients(start, part), self._gradients(start, part)
             change = [
                 None if a is None or b is None else a - b
-                for a, b in zip(other, self._reference, strict=True)
+                for a, b in zip(other, reference, strict=True)
             ]
-            weight = squared_norm(self._reference)
-            total += weight * self._relative(change)
+            weight = squared_norm(reference)
+            total += weight * self._errors.of(change, reference)
             weights += weight
         error = math.sqrt(total / weights) if weights > 0 else math.nan
         self.dropout_error = error if error > ROUNDING else math.nan

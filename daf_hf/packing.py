@@ -2,7 +2,7 @@
 
 Locks. A :class:`Job` has a lock of its own, held while its elements are encoded. Under it
 nothing else is waited for: what ends meanwhile only *tries* the placement's lock, and otherwise
-leaves its end to that lock's next holder (:class:`daf_hf.handles.DeferredEnds`). So whoever holds
+leaves its end to that lock's next holder (:class:`daf_hf.leases.DeferredEnds`). So whoever holds
 the placement's lock may wait for the worker, and the worker waits for nobody.
 
 Pages. Jobs are added under the placement's lock, and under the same lock the arena has all of them
@@ -22,11 +22,13 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from .arena import Arena, Stored
-from .handles import Copy, Lease, Pages, Physical
+from .arena import Arena
 from .kernels import Backend
 from .kernels.format import PageSpace
+from .leases import Lease
+from .physical import Copy, Pages, Physical
 from .pinned_pages import PinnedPages, host_is_faster
+from .stored import Stored
 
 SMALLEST_BYTES = 1 << 20
 """Smaller tensors are encoded sooner than handed over."""

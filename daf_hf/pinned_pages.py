@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arena import Arena, Stored
+from .arena import Arena
 from .codecs import GENERAL
 from .kernels import Backend, get_backend
 from .kernels.format import Layout, PageSpace
+from .stored import Stored
 
 logger = logging.getLogger("daf_hf")
 

@@ -15,20 +15,22 @@ import torch
 from torch import Tensor
 
 from .accounting import Ledger
-from .arena import PAGE_COST, Arena, Stored
+from .arena import PAGE_COST, Arena
 from .candidates import resolve_codecs
 from .codecs import BINARY, Codec
 from .config import DAFConfig
 from .dropout import Draws
-from .handles import Copy, DeferredEnds, Drawn, Lease, Pages, Physical, Refused, Spilled
 from .kernels import get_backend
 from .kernels.format import MAX_BITS
 from .kernels.noise import STATE_BYTES, Stream, streams
+from .leases import DeferredEnds, Lease
 from .packing import Job, Packer, Packing, choose_packer
+from .physical import Copy, Drawn, Pages, Physical, Refused, Spilled
 from .refusal import BudgetError, Refusal
 from .rows import spread
 from .sites import SaveSite
 from .spill import Parcel, SpillFile
+from .stored import Stored
 from .tensors import is_representable, may_be_two_valued
 from .workspace import Workspace
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from .batches import Inputs, batch_of
-from .handles import Derived, Lease, Physical
+from .leases import Lease
+from .physical import Derived, Physical
 from .sites import DIM_BATCH, DIM_BOTH, DIM_TOKENS, Batch, Live, SaveSite
 
 MASK_INPUT = "attention_mask"

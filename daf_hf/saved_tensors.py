@@ -22,20 +22,11 @@ from torch import Tensor, nn
 from .config import DAFConfig
 from .derivations import derivation, remember
 from .expressions import WITNESSES, Reader, Sampler, Source
-from .handles import (
-    Copy,
-    Derived,
-    Handle,
-    Kept,
-    Lease,
-    Note,
-    Physical,
-    Recast,
-    View,
-    source_of,
-)
+from .handles import Handle, Kept, Note, Recast, View, source_of
 from .hook_stack import pop_hooks, push_hooks, top_hooks
+from .leases import Lease
 from .packing import Packing
+from .physical import Copy, Derived, Physical
 from .placement import Placement
 from .refusal import Refusal
 from .rows import LiveRows, Pick, Rows, Watch, lacks_rows, take

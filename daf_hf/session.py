@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
 import math
-import types
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -18,7 +15,7 @@ import torch
 import torch._functorch.config as functorch_config
 from torch import nn
 
-from .accounting import MemoryReport, ResidentPeak, SiteReport
+from .accounting import MemoryReport, ResidentPeak
 from .arena import PAGE_COST
 from .batches import Inputs, signature
 from .budget import Budget
@@ -26,8 +23,10 @@ from .budgets import BudgetSweep, probe_room
 from .calibration import Calibration, CalibrationError, NothingToMeasureError
 from .calibration_schedule import CalibrationSchedule
 from .config import RECOMMENDED, DAFConfig
+from .forward import wrap_forward
 from .host_memory import short_lived_blocks, trim_heap, tune_malloc
 from .planning import Plan, Planner
+from .reporting import memory_report
 from .rows import Rows
 from .saved_tensors import Compressor
 from .vocabulary import chunk_losses
@@ -113,7 +112,7 @@ class Session:
             other.remove()
         # Importances are measured on retained graphs, which donated buffers would forbid.
         functorch_config.donated_buffer = False
-        self._restore = _wrap_forward(model, weakref.ref(self))
+        self._restore = wrap_forward(model, self)
         self._restore_heads = chunk_losses(model, self.config.chunked_loss)
         self.compressor.tracker.install()
         _INSTALLED[model] = weakref.ref(self)
@@ -148,8 +147,8 @@ class Session:
 
     # Running -----------------------------------------------------------------------------------
 
-    def _begin_pass(self, original: Callable[..., Any], inputs: Inputs) -> _Pass:
-        """Calibrate if it is due, plan, and enter the hooks' scope."""
+    def begin_pass(self, original: Callable[..., Any], inputs: Inputs) -> _Pass:
+        """Of :mod:`daf_hf.forward`: calibrate if it is due, plan, enter the hooks' scope."""
         compressor = self.compressor
         current = _Pass()
         if self.recall is not None:
@@ -187,8 +186,8 @@ class Session:
             current.scope.enter_context(compressor.scope())
         return current
 
-    def _end_pass(self, current: _Pass, completed: bool) -> None:
-        """Leave the scope, and learn from a pass that was completed.
+    def end_pass(self, current: _Pass, completed: bool) -> None:
+        """Of :mod:`daf_hf.forward`: leave the scope, and learn from a pass that was completed.
 
         Raises:
             BudgetError: when even the fewest bits exceed the budget.
@@ -327,98 +326,13 @@ class Session:
 
     def report(self, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
         """What was held so far; see :class:`MemoryReport`."""
-        compressor, ledger = self.compressor, self.compressor.ledger
-        compressor.held_bytes()  # what waits is packed and counted
-        model = compressor.model
-        parameters = list(model.parameters())
-        exact = math.isinf(compressor.arena.limit_bytes)
-        error = 0.0 if exact else (self.last_plan.error if self.last_plan else math.nan)
-        if self.config.importance != "gradient" and not exact:
+        if math.isinf(self.compressor.arena.limit_bytes):
+            error = 0.0
+        elif self.config.importance == "gradient" and self.last_plan:
+            error = self.last_plan.error
+        else:
             error = math.nan
-        return MemoryReport(
-            budget_bytes=compressor.arena.limit_bytes,
-            held_bytes_peak=ledger.peak.held,
-            stored_bytes_peak=ledger.peak.stored,
-            exact_bytes_peak=ledger.peak.exact,
-            plain_bytes=ledger.plain_peak,
-            mean_bits=ledger.peak.mean_bits,
-            predicted_gradient_error=error,
-            overhead_seconds={
-                "kernels": ledger.kernel_seconds,
-                "hooks": ledger.hook_seconds,
-                "planning": ledger.planning_seconds,
-            },
-            weight_bytes=sum(t.nbytes for t in (*parameters, *model.buffers())),
-            gradient_bytes=sum(p.nbytes for p in parameters if p.requires_grad),
-            optimizer_bytes=_optimizer_bytes(optimizer),
-            peak_rss_bytes=self._resident.sample(),
-            demotions=compressor.arena.demotions,
-            counts=dict(ledger.counts),
-            sites=tuple(self._site_reports()),
-        )
-
-    def _site_reports(self) -> list[SiteReport]:
-        reports = []
-        for site in self.compressor.tracker.sites.values():
-            codec, bits = site.placed
-            reports.append(
-                SiteReport(
-                    site.name,
-                    site.consumer,
-                    tuple(site.shape),
-                    str(site.dtype).removeprefix("torch."),
-                    site.nbytes,
-                    str(codec),
-                    bits,
-                    site.importance,
-                )
-            )
-        return reports
-
-
-def _wrap_forward(model: nn.Module, session: weakref.ref[Session]) -> Callable[[], None]:
-    """Let a session see the model's forward passes; returns what undoes it."""
-    own, original = model.__dict__.get("forward"), model.forward
-    reference = weakref.ref(model)
-    method = original.__func__ if getattr(original, "__self__", None) is model else None
-    # A compiler traces the model, never us; these two also undo what it does around us.
-    begin: Any = torch.compiler.disable(Session._begin_pass)
-    end: Any = torch.compiler.disable(Session._end_pass)
-
-    # A method, for a copy of the model to get one of its own.
-    @functools.wraps(original)
-    @torch.compiler.disable(recursive=False)
-    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if module is not reference():
-            return method.__get__(module)(*args, **kwargs) if method else original(*args, **kwargs)
-        this = session()
-        if this is None or not this.installed or not torch.is_grad_enabled():
-            return original(*args, **kwargs)
-        current = begin(this, original, (args, kwargs))
-        completed = False
-        try:
-            outputs = original(*args, **kwargs)
-            completed = True
-        finally:
-            end(this, current, completed)
-        return outputs
-
-    module = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    signature = inspect.signature(original)
-    wrapper: Any = forward
-    wrapper.__signature__ = signature.replace(parameters=[module, *signature.parameters.values()])
-    wrapped = types.MethodType(forward, model)
-
-    def restore() -> None:
-        # Somebody may have wrapped the wrapper since: it then stays, and passes through.
-        if model.__dict__.get("forward") is wrapped:
-            if own is None:
-                del model.forward
-            else:
-                model.forward = own
-
-    model.forward = wrapped
-    return restore
+        return memory_report(self.compressor, error, self._resident, optimizer)
 
 
 def require_trained(model: nn.Module) -> None:
@@ -444,14 +358,3 @@ def touch_weights(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.device.type == "cpu" and parameter.is_contiguous():
             parameter.detach().view(-1)[:: 4096 // parameter.element_size()].sum()
-
-
-def _optimizer_bytes(optimizer: Any) -> int:
-    total = 0
-    while optimizer is not None and hasattr(optimizer, "optimizer"):  # accelerate wraps it
-        optimizer = optimizer.optimizer
-    if optimizer is not None:
-        for state in optimizer.state.values():
-            with suppress(AttributeError):
-                total += sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor))
-    return total

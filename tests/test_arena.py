@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from daf_hf.arena import PAGE_COST, PAGE_ELEMENTS, PART_PAGES, Arena, Stored
-from daf_hf.codecs import BINARY, GELU, GENERAL, Codec
-from daf_hf.kernels import reference
-from daf_hf.kernels.format import PAGE_BYTES, Granularity
+from daf_hf.arena import PAGE_COST, Arena
+from daf_hf.codecs import BINARY, GENERAL
+from daf_hf.kernels.format import PAGE_BYTES
+from daf_hf.stored import PAGE_ELEMENTS, Stored
 
 WIDTHS = (0, 1, 2, 4, 8)
 
@@ -269,44 +268,7 @@ def test_growing_again_reuses_the_place_of_a_released_segment():
     arena.check()
 
 
-@pytest.mark.parametrize("limit", [1, 1000, 1e5, 1e6, 1e9, math.inf])
-def test_segments_are_a_power_of_two_of_pages(limit):
-    per = Arena(limit).space.pages_per_segment
-    assert per & (per - 1) == 0
-    assert 64 <= per <= 4096
-
-
 def test_segments_are_where_the_arena_is_told():
     arena = Arena(math.inf, torch.device("cpu"))
     arena.insert(stored())
     assert all(s.device == arena.device for s in arena.space.segments)
-
-
-@pytest.mark.parametrize("codec", [BINARY, GELU, Codec(Granularity.TENSOR, "normal")], ids=str)
-@pytest.mark.parametrize("numel", [1, 8192, PART_PAGES * PAGE_ELEMENTS + 1, 3 * PART_PAGES * 8192])
-def test_parts_are_the_whole(codec, numel):
-    x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-    x = (x > 0).float() if codec.lossless else x
-    bits = 1 if codec.lossless else 2
-    arena = Arena(1e9, torch.device("cpu"))
-    stored = Stored(codec.layout(numel, 1, bits), bits, (bits,), ())
-    assert arena.insert(stored)
-    assert reference.encode(x, stored.layout, bits, stored.table, arena.space)
-    whole, parts = torch.empty(numel), torch.full((numel,), math.nan)
-    reference.decode(whole, stored.layout, bits, stored.table, arena.space)
-    starts = []
-    for start in stored.part_starts():
-        part = stored.part(start)
-        starts.append(start)
-        out = parts[start : start + part.layout.numel]
-        reference.decode(out, part.layout, bits, part.table, arena.space)
-    assert torch.equal(parts, whole)
-    assert starts == list(range(0, numel, PART_PAGES * PAGE_ELEMENTS))
-
-
-def test_a_tensor_whose_statistics_differ_from_place_to_place_has_one_part():
-    numel = 3 * PART_PAGES * PAGE_ELEMENTS
-    for granularity in (Granularity.GROUP, Granularity.TOKEN, Granularity.CHANNEL):
-        layout = Codec(granularity, "normal").layout(numel, 64, 1)
-        whole = Stored(layout, 1, (1,), ())
-        assert list(whole.part_starts()) == [0] and whole.part(0) is whole

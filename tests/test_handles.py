@@ -1,59 +1,17 @@
-"""Handles: versions, leases, and what they restore."""
+"""Handles: what they restore, or refuse to."""
 
 from __future__ import annotations
-
-import gc
-import weakref
 
 import pytest
 import torch
 
-from daf_hf.handles import Kept, Lease, Recast, Refused, Version, View
+from daf_hf.handles import Kept, Recast, View
+from daf_hf.leases import Lease
+from daf_hf.physical import Refused
 from daf_hf.refusal import BudgetError, Refusal
 from daf_hf.sites import SaveSite
 
 SITE = SaveSite("a/0", "a")
-
-
-def test_lease_ends_once():
-    ended = []
-    lease = Lease(ended.append, 3)
-    again = lease
-    del lease
-    assert ended == []
-    del again
-    assert ended == [3]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda t: t.zero_(),
-        lambda t: t[0].add_(1),
-        lambda t: t.view(-1)[1:].mul_(2),
-        lambda t: t.detach().zero_(),
-        lambda t: t.t().copy_(t.t()),
-    ],
-)
-def test_version_notices_changes(change):
-    tensor = torch.ones(4, 4)
-    version = Version(tensor)
-    version.check()
-    change(tensor)
-    with pytest.raises(RuntimeError, match=r"shape \(4, 4\) is at version 1; expected version 0"):
-        version.check()
-
-
-def test_version_lets_go_of_the_memory():
-    tensor = torch.ones(64, 64)
-    version = Version(tensor)
-    storage = weakref.ref(tensor.untyped_storage())
-    data = tensor.data_ptr()
-    del tensor
-    gc.collect()
-    assert storage() is None
-    assert data
-    version.check()
 
 
 def test_kept_is_detached_and_the_same_memory():

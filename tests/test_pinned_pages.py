@@ -14,7 +14,6 @@ from test_saved_tensors import compressor, noise
 from tiny import nothing_held, restored, save
 
 from daf_hf import packing, pinned_pages
-from daf_hf.arena import Arena
 from daf_hf.codecs import GENERAL
 from daf_hf.kernels import get_backend
 from daf_hf.packing import choose_packer
@@ -176,16 +175,3 @@ def test_what_is_faster_is_measured_once(slower, fake_cuda, monkeypatch, caplog)
     pinned_pages.host_is_faster.cache_clear()
     assert len(caplog.messages) == 1
     assert "cpu (integrated)" in caplog.text
-
-
-def test_a_pinned_arena_asks_for_pinned_segments(monkeypatch):
-    asked, empty = [], torch.empty
-
-    def noting(*args, pin_memory=False, **options):
-        asked.append(pin_memory)
-        return empty(*args, **options)
-
-    monkeypatch.setattr(torch, "empty", noting)
-    for pinned in (True, False):
-        Arena(math.inf, "cpu", pinned=pinned)._add_segment(4)
-    assert asked == [True, False]

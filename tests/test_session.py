@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import inspect
-import io
 import logging
 import math
-import types
 
 import pytest
 import torch
@@ -409,75 +406,6 @@ def test_install_and_remove_leave_the_model_as_it_was(bert_model, bert_batch):
         assert module.__dict__.keys() == before[name].keys()
         assert not module._forward_hooks
         assert not module._forward_pre_hooks
-
-
-def test_a_forward_wrapped_by_others_stays_wrapped(bert_model, bert_batch):
-    plain = bert_model.forward
-
-    def theirs(*args, **kwargs):
-        return plain(*args, **kwargs)
-
-    bert_model.forward = theirs
-    session = Session(bert_model, DAFConfig(budget_mb=0.5))
-    session.install()
-    ours = bert_model.forward
-
-    def outer(*args, **kwargs):
-        return ours(*args, **kwargs)
-
-    bert_model.forward = outer
-    session.remove()
-    assert bert_model.forward is outer
-    loss_of(bert_model(**bert_batch)).backward()
-    assert session.compressor.ledger.peak.held == 0
-
-
-def pickled(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, lambda m: copy.deepcopy(pickled(m))])
-@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "own forward"])
-def test_a_copy_of_the_model_is_its_own(bert_model, bert_batch, copied, wrapped):
-    """A copy made inside runs on its own weights, uncompressed, then and later."""
-    if wrapped:
-        bert_model.forward = types.MethodType(type(bert_model).forward, bert_model)
-    bert_model.eval()  # no dropout
-    daf, compressor = compressed(bert_model, 0.5)
-    with daf:
-        twin = copied(bert_model)
-        before = loss_of(bert_model(**bert_batch)).detach()
-        with torch.no_grad():
-            for parameter in bert_model.parameters():
-                parameter.mul_(2)
-            assert torch.equal(loss_of(twin(**bert_batch)), before)
-    compressor.ledger.peak.held = 0
-    loss_of(twin(**bert_batch)).backward()
-    assert compressor.ledger.peak.held == 0
-    assert all(p.grad is None for p in bert_model.parameters())
-    assert any(p.grad is not None for p in twin.parameters())
-    assert inspect.signature(twin.forward) == inspect.signature(bert_model.forward)
-
-
-def test_an_average_of_the_model_is_its_own(bert_model, bert_batch):
-    daf, _ = compressed(bert_model.eval(), 0.5)
-    with daf:
-        average = torch.optim.swa_utils.AveragedModel(bert_model)
-        before = loss_of(average(**bert_batch)).detach()
-        with torch.no_grad():
-            for parameter in bert_model.parameters():
-                parameter.mul_(2)
-    assert torch.equal(loss_of(average(**bert_batch)), before)
-
-
-def test_the_signature_of_forward_stays(bert_model):
-    before = inspect.signature(bert_model.forward)
-    daf, _ = compressed(bert_model, 0.5)
-    with daf:
-        assert inspect.signature(bert_model.forward) == before
 
 
 def test_a_model_has_one_session(bert_model, bert_batch, caplog):
