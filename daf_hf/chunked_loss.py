@@ -144,7 +144,7 @@ class _SummedLoss(Function):
         head = (function.cast(weight), function.cast(bias))
         for rows in kept.split(chunk_rows(weight.shape[0])):
             logits = function.head(hidden[rows], *head)
-            with _own_graph():
+            with own_graph():
                 values = function.after(logits.requires_grad_(needed))
                 loss = cross_entropy(values, targets[rows], reduction="sum", **options)
                 of_logits = torch.autograd.grad(loss, logits)[0] if needed else None
@@ -222,7 +222,7 @@ def _again(
     for rows in kept.split(chunk_rows(len(weight))):
         states = hidden[rows]
         logits = ctx.function.head(states, weight, bias)
-        with _own_graph():
+        with own_graph():
             found, incoming = result(ctx.function.after(logits.requires_grad_()), rows)
             (of_logits,) = torch.autograd.grad(found, logits, incoming)
         if of_hidden is not None:
@@ -238,7 +238,7 @@ def _again(
 
 
 @contextmanager
-def _own_graph() -> Iterator[None]:
+def own_graph() -> Iterator[None]:
     """Record a graph that is gone again at once: nobody else's hooks see what it saves."""
     with torch.enable_grad(), saved_tensors_hooks(_same, _same):
         yield

@@ -127,7 +127,8 @@ class _Listener:
                     connection.sendall(f"{self._answer(_line(connection))}\n".encode())
 
     def _answer(self, budget_mb: str) -> str:
-        budgets = [budget for budget in self.budgets if budget.installed]
+        with _lock:  # others begin to train meanwhile
+            budgets = [budget for budget in self.budgets if budget.installed]
         if len(budgets) != 1:
             several = f"trains {len(budgets)} models, each under a budget of its own"
             return f"error {several if budgets else 'trains nothing at the moment'}"

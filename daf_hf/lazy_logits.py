@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import Function, once_differentiable
 
-from .chunked_loss import RowFunction, reduced, summed_cross_entropy
+from .chunked_loss import RowFunction, own_graph, reduced, summed_cross_entropy
 
 logger = logging.getLogger("daf_hf")
 
@@ -55,13 +56,14 @@ class LazyLogits(Tensor):
         with torch.no_grad(), _plain():  # no row of a head of one by one has the same dtype
             bias = head.bias[:1] if head.bias is not None else None
             nothing = function(hidden.new_empty((0, 1)), head.weight[:1, :1], bias)
-        self = Tensor._make_wrapper_subclass(
-            cls,
-            (*hidden.shape[:-1], head.out_features),
-            dtype=nothing.dtype,
-            device=hidden.device,
-            requires_grad=True,
-        )
+
+        def empty() -> Tensor:
+            shape = (*hidden.shape[:-1], head.out_features)
+            return Tensor._make_wrapper_subclass(
+                cls, shape, dtype=nothing.dtype, device=hidden.device
+            )
+
+        self: Any = _Unasked.apply(hidden, head.weight, head.bias, function, empty)
         self._hidden, self._head, self._function = hidden, head, function
         self._whole, self._used = None, False
         self._versions = tuple(tensor._version for tensor in _inputs(self))
@@ -75,7 +77,7 @@ class LazyLogits(Tensor):
         """
         if self._whole is None:
             self._check()
-            with _plain(), torch.enable_grad():
+            with _plain(), torch.inference_mode(False), torch.enable_grad():
                 self._whole = self._function(self._hidden, self._head.weight, self._head.bias)
         return self._whole
 
@@ -96,11 +98,7 @@ class LazyLogits(Tensor):
         return by(hidden, self._head.weight, self._head.bias, self._function, *args)
 
     def _check(self) -> None:
-        if self._versions != tuple(tensor._version for tensor in _inputs(self)):
-            raise RuntimeError(
-                "hidden states or weights that logits are computed from were changed in place "
-                "before these were asked for; use chunked_loss=False"
-            )
+        _check_versions(_inputs(self), self._versions)
 
     @classmethod
     def __torch_function__(
@@ -127,6 +125,43 @@ class LazyLogits(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise RuntimeError(
             f"{func} reached logits that are never there as a whole; use chunked_loss=False"
+        )
+
+
+class _Unasked(Function):
+    """The history of logits whose gradient arrives without that anybody asked for them.
+
+    Functions of a user's own, and reentrant checkpoints among them, take a tensor as it is, past
+    ``__torch_function__``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden, weight, bias, function, empty) -> Tensor:
+        ctx.inputs, ctx.function = (hidden, weight, bias), function
+        ctx.versions = [tensor._version for tensor in ctx.inputs if tensor is not None]
+        return empty()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, incoming: Tensor) -> Any:
+        _check_versions(ctx.inputs, ctx.versions)
+        needed = ctx.needs_input_grad[:3]
+        inputs = [
+            tensor.detach().requires_grad_(wanted) if tensor is not None else None
+            for tensor, wanted in zip(ctx.inputs, needed, strict=True)
+        ]
+        with own_graph():
+            logits = ctx.function(*inputs)
+            wanted = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
+            found = iter(torch.autograd.grad(logits, wanted, incoming))
+        return *(next(found) if wanted else None for wanted in needed), None, None
+
+
+def _check_versions(inputs: Any, versions: Any) -> None:
+    if list(versions) != [tensor._version for tensor in inputs if tensor is not None]:
+        raise RuntimeError(
+            "hidden states or weights that logits are computed from were changed in place "
+            "before these were asked for; use chunked_loss=False"
         )
 
 
@@ -179,7 +214,14 @@ def _elementwise(lazy: LazyLogits, func: Any, args: tuple, kwargs: dict[str, Any
     """Casts and arithmetic with numbers, and with constants of one element."""
     if not all(_is_constant(value) for value in (*args, *kwargs.values())):
         return None
+    args = tuple(_as_it_is_now(value) for value in args)
+    kwargs = {key: _as_it_is_now(value) for key, value in kwargs.items()}
     return lazy.then(lambda rows: func(rows, *args, **kwargs))
+
+
+def _as_it_is_now(value: Any) -> Any:
+    """A constant, whatever becomes of it later."""
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _is_constant(value: Any) -> bool:
@@ -250,7 +292,9 @@ def _cross_entropy(lazy: LazyLogits, func: Any, args: tuple, kwargs: dict[str, A
     options = {**dict(zip((*names, "label_smoothing"), args, strict=False)), **kwargs}
     target, reduction = options["target"], options.get("reduction", "mean")
     old = [options.get(name) for name in ("weight", "size_average", "reduce")]
-    if old != [None] * 3 or lazy.ndim != 2 or target.ndim != 1 or reduction not in ("mean", "sum"):
+    if old != [None] * 3 or lazy.ndim != 2 or reduction not in ("mean", "sum"):
+        return None
+    if target.shape != lazy.shape[:1]:
         return None
     ignored = options.get("ignore_index", -100)
     smoothing = options.get("label_smoothing", 0.0)

@@ -377,13 +377,10 @@ class Placement:
         self.arena.outside_bytes += self.ledger.hold_exactly(cdata)
         return Lease(self._end_exact, cdata)
 
-    def hold_unknown(self, tensor: Tensor) -> Lease | None:
-        """Count a tensor that is not understood by its own word."""
-        try:
-            nbytes = int(tensor.nbytes)
-        except (NotImplementedError, RuntimeError, TypeError):
-            return None
-        self.arena.outside_bytes += nbytes
+    def hold_unknown(self, nbytes: int) -> Lease:
+        """Count a tensor that is not understood; takes the lock."""
+        with self.lock:
+            self.arena.outside_bytes += nbytes
         return Lease(self._end_outside, nbytes)
 
     def _unhold(self, cdata: int) -> None:

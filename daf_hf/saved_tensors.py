@@ -173,9 +173,11 @@ class Compressor:
         began = perf_counter()
         kernels = self.ledger.kernel_seconds
         frame = sys._getframe(1)
+        handle = None if is_ordinary(tensor) else self._keep(tensor)
         with self.lock:
             self.placement.ends.settle()
-            handle = self._save(tensor, frame)
+            if handle is None:
+                handle = self._save(tensor, frame)
             ledger, arena = self.ledger, self.arena
             ledger.observe(
                 arena.held_bytes,
@@ -197,10 +199,18 @@ class Compressor:
         ledger.hook_seconds += perf_counter() - began - (ledger.kernel_seconds - kernels)
         return tensor
 
+    def _keep(self, tensor: Tensor) -> Handle:
+        """Keep what is not understood, counted by its own word.
+
+        The lock is free while code of the tensor's class runs: that may save tensors itself.
+        """
+        kept = Kept(tensor)
+        with suppress(NotImplementedError, RuntimeError, TypeError):
+            kept.lease = self.placement.hold_unknown(int(tensor.nbytes))
+        self.ledger.count("not_understood")
+        return kept
+
     def _save(self, tensor: Tensor, frame: FrameType) -> Handle:
-        if not is_ordinary(tensor):
-            self.ledger.count("not_understood")
-            return Kept(tensor, self.placement.hold_unknown(tensor))
         storage = tensor.untyped_storage()
         cdata = storage._cdata
         if self.is_parameter(tensor, storage):

@@ -27,6 +27,7 @@ class SpillFile:
     def __init__(self, limit_bytes: float = math.inf) -> None:
         self._limit = limit_bytes
         self._descriptor = -1
+        self._closing: Any = None
         self._alive: SortedDict = SortedDict()  # sizes by offset
         self._elsewhere = 0
         self._lock = threading.RLock()  # whatever dies while something is written is forgotten
@@ -48,7 +49,7 @@ class SpillFile:
 
     def _open(self) -> None:
         file = tempfile.TemporaryFile(prefix="daf_hf-")  # noqa: SIM115 - closed at our end
-        weakref.finalize(self, file.close)
+        self._closing = weakref.finalize(self, file.close)
         self._descriptor = file.fileno()
 
     def write(self, flat: Tensor) -> int:
@@ -97,7 +98,8 @@ class SpillFile:
         with self._lock:
             end = self._end
             del self._alive[offset]
-            if self._end < end:
+            # At the process's end the file is closed first, and its number may be another's.
+            if self._end < end and self._closing.alive:
                 os.ftruncate(self._descriptor, self._end)
 
     def hold(self, nbytes: int) -> None:

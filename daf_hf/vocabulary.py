@@ -21,7 +21,8 @@ LEAST_VOCABULARY = 8192
 class LazyHead(nn.Linear):
     """A language model's head that gives `LazyLogits` where a gradient will be wanted.
 
-    A class, and not a wrapped method, so that copies and replicas of a model work as they would.
+    A class, and not a wrapped method, so that copies of a model work as they would: they, and what
+    is pickled, get a plain head.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -29,6 +30,9 @@ class LazyHead(nn.Linear):
         if not (trained and torch.is_grad_enabled()) or torch.compiler.is_compiling():
             return super().forward(input)
         return LazyLogits(input, self, RowFunction.here(input))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return object.__new__, (nn.Linear,), self.__dict__.copy()
 
     def _get_name(self) -> str:
         return "Linear"

@@ -2,12 +2,14 @@
 
 import copy
 import logging
+import pickle
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import VOCABULARY, build
+from tiny import VOCABULARY, build, nothing_held, relative_error
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -207,7 +209,48 @@ def test_backward_twice_through_a_retained_graph():
 
 # --- logits that somebody asks for -----------------------------------------------------------
 
+
+class OwnCrossEntropy(torch.autograd.Function):
+    """A loss that takes logits as they are, past `__torch_function__`."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        ctx.save_for_backward(logits)
+        return logits.log_softmax(-1)[..., 1].sum()
+
+    @staticmethod
+    def backward(ctx, incoming):
+        (logits,) = ctx.saved_tensors
+        of_logits = -logits.softmax(-1)
+        of_logits[..., 1] += 1
+        return incoming * of_logits
+
+
+def first_class(logits):
+    return logits.log_softmax(-1)[..., 1].sum()
+
+
+def looked_at_in_inference_mode(logits):
+    with torch.inference_mode():
+        logits.argmax(-1)
+    return first_class(logits)
+
+
+def divided_by_a_constant_that_changes(logits):
+    temperature = torch.tensor(2.0)
+    scaled = logits / temperature
+    if isinstance(logits, LazyLogits):  # elsewhere autograd notices it
+        temperature.fill_(0.5)
+    return scaled.log_softmax(-1).gather(-1, ONES).sum()
+
+
 OTHERS = {
+    "a function of a user's own": OwnCrossEntropy.apply,
+    "the same after operations": lambda logits: OwnCrossEntropy.apply(logits[:, :-1].float() * 2),
+    "a reentrant checkpoint": lambda logits: checkpoint(first_class, logits, use_reentrant=True),
+    "a checkpoint": lambda logits: checkpoint(first_class, logits, use_reentrant=False),
+    "in inference mode before": looked_at_in_inference_mode,
+    "a constant that changes later": divided_by_a_constant_that_changes,
     "softmax": lambda logits: logits.float().softmax(-1).square().sum(),
     "one row": lambda logits: logits[:, -1].logsumexp(-1).sum(),
     "one column": lambda logits: logits[..., 5].sum(),
@@ -242,6 +285,28 @@ def test_whatever_is_made_of_logits_has_the_plain_gradient(name):
         return OTHERS[name](model(inputs["input_ids"]).logits)
 
     assert_equal_steps(causal_lm("qwen2"), loss)
+
+
+@pytest.mark.parametrize("name", ["a function of a user's own", "a checkpoint"])
+def test_logits_that_are_saved_as_they_are_under_compression(name):
+    """They are computed while they are saved, which saves tensors itself."""
+    model = causal_lm("llama")
+    expected, measured = (compressed_step(model, OTHERS[name], choice) for choice in (False, True))
+    assert relative_error(measured, expected) < 1e-5
+
+
+def compressed_step(model, loss, choice):
+    model.zero_grad()
+    with compress_activations(model, chunked_loss=choice) as daf:
+        loss(model(padded()["input_ids"]).logits).backward()
+    assert nothing_held(daf._session.compressor)
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_targets_of_another_number_raise_as_ever(lazy):
+    _, logits = lazy
+    with pytest.raises(ValueError, match="batch_size"):
+        nn.functional.cross_entropy(logits.view(-1, VOCABULARY), torch.arange(20))
 
 
 def test_a_scale_that_is_trained():
@@ -347,6 +412,15 @@ def test_small_vocabularies_are_left_alone_unless_asked_for(choice):
     assert type(larger.lm_head) is nn.Linear
 
 
+def test_copies_and_what_is_pickled_have_a_plain_head(lazy):
+    model, _ = lazy
+    assert type(model.lm_head) is LazyHead
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(copied.lm_head) is nn.Linear
+        assert torch.equal(copied.lm_head.weight, model.lm_head.weight)
+        assert type(copied(padded()["input_ids"]).logits) is torch.Tensor
+
+
 def test_classifiers_and_generation_are_not_concerned(caplog):
     bert = build("bert")
     chunk_losses(bert, True)()
@@ -358,7 +432,6 @@ def test_classifiers_and_generation_are_not_concerned(caplog):
     assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False), expected)
     with torch.no_grad():
         assert type(model(ids).logits) is torch.Tensor
-    assert type(copy.deepcopy(model)(ids).logits) is LazyLogits
     restore()
 
 

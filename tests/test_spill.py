@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 
 import pytest
 import torch
@@ -199,3 +200,24 @@ def test_a_killed_process_leaves_no_file(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=120)
     assert done.returncode == -signal.SIGKILL
     assert not list(tmp_path.iterdir())
+
+
+def test_what_outlives_the_file_touches_no_other(tmp_path):
+    """At the process's end the file is closed first, and another one may get its number."""
+    code = """
+        import atexit, sys
+        def late():
+            global files
+            files = [open(f"{sys.argv[1]}/{n}", "wb", buffering=0) for n in range(4)]
+            for file in files:
+                file.write(b"x" * 1000)
+        atexit.register(late)  # before the spill file's end is: it runs after that
+        import torch
+        from daf_hf.spill import Parcel, SpillFile
+        spill = SpillFile()
+        parcels = [Parcel(torch.ones(n), spill) for n in (10, 1000)]
+    """
+    arguments = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [path.stat().st_size for path in tmp_path.iterdir()] == [1000] * 4
