@@ -10,7 +10,7 @@ from typing import Any
 
 from .config import AUTO, RECOMMENDED, DAFConfig
 from .control import listen
-from .governor import Governor, Watchman
+from .governor import Change, Governor, Watchman
 from .memory_left import MemoryLeft
 from .planning import Planner
 from .saved_tensors import Compressor
@@ -35,6 +35,8 @@ class Budget:
         config: the options, with the budget that was asked for last.
         installed: the session is; while it is, or anything is held, ``"auto"`` has its thread.
         running: an optimizer step was made. A budget that is too small is raised from then on.
+        undecided: ``"recommended"`` was asked for, and has no number yet; until it has, the budget
+            stays what it was.
         scheduled_mb: what the schedule said last; None when it said nothing yet.
     """
 
@@ -42,6 +44,7 @@ class Budget:
         self.config = config
         self.installed = False
         self.running = False
+        self.undecided = config.budget_mb == RECOMMENDED
         self.scheduled_mb: float | None = None
         self._configured = config.budget_mb
         self._schedule = Schedule(config.budget_schedule)
@@ -79,12 +82,15 @@ class Budget:
             self._governor = None
             if self.config.budget_mb == AUTO:
                 return self._govern()
-            self._put(self.config.budget_bytes, cause)
+            if self.config.budget_mb == RECOMMENDED:
+                self.undecided = True
+            else:
+                self._put(self.config.budget_bytes, cause)
 
     def recommend(self, limit_bytes: float) -> None:
         """Put a number to ``"recommended"``, unless another budget was asked for meanwhile."""
         with self._lock:
-            if self.config.budget_mb == RECOMMENDED:
+            if self.undecided:
                 self._put(limit_bytes, "recommended")
 
     def begin_step(self, step: int, steps: int | None) -> None:
@@ -107,6 +113,7 @@ class Budget:
                 "configured_mb": self._configured,
                 "budget_mb": self.config.budget_mb,
                 "asked_bytes": self._asked,
+                "undecided": self.undecided,
                 "scheduled_mb": self.scheduled_mb,
             }
 
@@ -122,6 +129,7 @@ class Budget:
             else:
                 self._governor = None
                 self._put(state["asked_bytes"], "the checkpoint")
+                self.undecided = state["undecided"]
 
     # What the device has left ------------------------------------------------------------------
 
@@ -154,11 +162,17 @@ class Budget:
                 step = self._step
                 change = self._governor.next(reading, self._asked, taken, monotonic(), step)
                 if change is not None:
-                    self._put(change.limit_bytes, change.cause)
+                    self._follow(change)
         return True
 
+    def _follow(self, change: Change) -> None:
+        try:
+            self._put(change.limit_bytes, change.cause)
+        except OSError as error:  # no disk to spill to: the next step tells the user's own thread
+            logger.warning("daf_hf: %s", error)
+
     def _put(self, limit: float, cause: str) -> None:
-        self._asked = limit
+        self._asked, self.undecided = limit, False
         before, least = self.limit_bytes, self._planner.least_bytes
         if self.running and limit < least:
             self._tell(

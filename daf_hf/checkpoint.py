@@ -41,6 +41,8 @@ _PLANNER = ("_corrections", "_overlap", "token_seconds")
 _OPTIONS = ("bits", "importance", "codec", "include", "exclude", "skip_padding", "derive")
 """What was measured holds under these options alone."""
 
+_PARTS = [list(names) for names in (_FIELDS, _SESSION, _SCHEDULE, _PLACEMENT, _PLANNER)]
+
 _CLASSES = (Batch, Codebook, Granularity, Live, Probed, Statistics)
 
 
@@ -71,12 +73,13 @@ def restore(session: Session, folder: str | os.PathLike[str]) -> bool:
     try:
         with torch.serialization.safe_globals(list(_CLASSES)):
             state = torch.load(path, weights_only=True)
-        options = state["options"]
-    except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        if state["parts"] != _PARTS:
+            raise ValueError("it is another version's")
+    except (OSError, RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
         logger.warning("daf_hf: %s cannot be read (%s): all is measured again", path, error)
         return False
     session.budget.restore(state["budget"])
-    if options != _options(session):
+    if state["options"] != _options(session):
         logger.warning("daf_hf: %s was measured under other options: all is measured again", path)
         return False
     session.recall = functools.partial(_recall, session, state)
@@ -86,6 +89,7 @@ def restore(session: Session, folder: str | os.PathLike[str]) -> bool:
 def _state(session: Session) -> dict[str, Any]:
     compressor = session.compressor
     return {
+        "parts": _PARTS,
         "options": _options(session),
         "budget": session.budget.state(),
         "session": {name: getattr(session, name) for name in _SESSION},

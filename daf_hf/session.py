@@ -155,7 +155,7 @@ class Session:
             compressor.begin_forward()
             if self.recall(original, inputs):
                 self.recall = None
-        if self.config.budget_mb == RECOMMENDED and math.isinf(compressor.arena.limit_bytes):
+        if self.budget.undecided:
             self._take_recommended(original, inputs)
         if math.isinf(compressor.arena.limit_bytes):
             self._unlearnt = None

@@ -158,6 +158,25 @@ def test_a_fall_in_mid_forward_holds_for_the_next_tensor(bert_model, bert_batch)
     assert arena.reserved_bytes <= 0.16 * MB
 
 
+def test_until_a_recommended_budget_is_known_the_old_one_holds(bert_model, bert_batch):
+    daf, compressor = compressed(bert_model, 0.16)
+    optimizer = optimizer_of(bert_model)
+    step(bert_model, daf, optimizer, bert_batch)
+    moments, seen = itertools.count(), []
+
+    def ask():
+        if next(moments) == 60:
+            daf.set_budget("recommended")
+        seen.append(compressor.arena.held_bytes)
+
+    whenever_it_can(compressor, ask)
+    step(bert_model, daf, optimizer, bert_batch)
+    assert len(seen) > 60 and max(seen) <= 0.16 * MB == compressor.arena.limit_bytes
+    step(bert_model, daf, optimizer, bert_batch)
+    assert compressor.arena.limit_bytes != 0.16 * MB
+    assert compressor.arena.limit_bytes < math.inf
+
+
 # The plan ----------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from test_callbacks import trainer_of
 from tiny import MODELS, batch, build, compressed, loss_of, same, weights
 from transformers import TrainerCallback
 
-from daf_hf import DAFCallback
+from daf_hf import DAFCallback, checkpoint
 from daf_hf.calibration import Calibration
 from daf_hf.checkpoint import FILE, restore, save
 
@@ -137,7 +137,7 @@ def test_other_options_measure_again(tmp_path, calibrations, caplog):
     assert "other options" in caplog.text
 
 
-@pytest.mark.parametrize("harm", ["gone", "cut", "other"])
+@pytest.mark.parametrize("harm", ["gone", "cut", "other", "newer"])
 def test_without_a_readable_state_training_goes_on(tmp_path, calibrations, harm, caplog):
     trainer_of(tmp_path, [DAFCallback(budget_mb=0.3)], max_steps=2, **SAVING).train()
     path = tmp_path / "checkpoint-2" / FILE
@@ -145,6 +145,11 @@ def test_without_a_readable_state_training_goes_on(tmp_path, calibrations, harm,
         path.unlink()
     elif harm == "cut":
         path.write_bytes(path.read_bytes()[:500])
+    elif harm == "newer":
+        with torch.serialization.safe_globals(list(checkpoint._CLASSES)):
+            state = torch.load(path, weights_only=True)
+        state["parts"][0].append("what no site of ours has")
+        torch.save(state, path)
     else:
         torch.save({"something": 1}, path)
     calibrations.clear()
