@@ -747,8 +747,9 @@ def run(steps, every_moment):
     worker.arena.insert = insert_while_the_worker_works
     for name, choice in steps:
         getattr(pair, name)(choice)
-        assert pair.watch.held() <= worker.arena.held_bytes
-        assert worker.arena.held_bytes <= max(LIMITS)
+        with worker.lock:  # nothing is uncounted between the two
+            assert pair.watch.held() <= worker.arena.held_bytes
+            assert worker.arena.held_bytes <= max(LIMITS)
     pair.check()
     for choice in range(pair.serial):
         pair.read(choice)
