@@ -190,7 +190,7 @@ def test_killed_in_mid_step(tmp_path):
         return subprocess.run(
             [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), mode, str(out)],
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             timeout=200,
             env={**os.environ, "TMPDIR": str(spills)},
         )

@@ -218,6 +218,6 @@ def test_what_outlives_the_file_touches_no_other(tmp_path):
         parcels = [Parcel(torch.ones(n), spill) for n in (10, 1000)]
     """
     arguments = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(arguments, capture_output=True, encoding="utf-8", timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert [path.stat().st_size for path in tmp_path.iterdir()] == [1000] * 4
