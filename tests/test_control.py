@@ -128,7 +128,10 @@ def test_the_socket_ends_with_the_process_and_a_stale_one_is_no_obstacle(folder)
 
     def start():
         process = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8"
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            encoding="utf-8",
         )
         assert process.stdout.readline() == "there\n"
         return process
