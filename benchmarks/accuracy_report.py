@@ -260,7 +260,7 @@ def terminal_tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def _plus_minus(value: str, deviation: str) -> str:
-    return value if deviation == "-" else f"{value} ± {deviation}"
+    return value if deviation == "-" else f"{value} +- {deviation}"
 
 
 def to_json(rows: Sequence[Row], path: Path) -> None:

@@ -15,6 +15,7 @@ from .accounting import jsonable
 from .tables import measured, megabytes, render_table
 
 SITES_SHOWN = 8
+CUT = ".."
 NAME_WIDTH = 26
 """Of the table of sites: rows, and characters of a name."""
 
@@ -174,9 +175,9 @@ def _short(name: str) -> str:
     if len(name) <= NAME_WIDTH:
         return name
     layer = re.search(r"(?<=\.)\d+\.", name)
-    kept = NAME_WIDTH - 1
+    kept = NAME_WIDTH - len(CUT)
     head = layer.group() if layer and layer.start() < len(name) - kept else ""
-    return f"{head}…{name[len(head) - kept :]}"
+    return f"{head}{CUT}{name[len(head) - kept :]}"
 
 
 def _first(consumer: str) -> str:

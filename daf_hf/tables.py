@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from io import StringIO
 
@@ -13,6 +14,8 @@ def render_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], figures: int, below: str
 ) -> str:
     """A titled table with a line of text below it; no line ends in blanks.
+
+    Lines are drawn with what standard output can show.
 
     Args:
         title: what stands above the table.
@@ -30,11 +33,18 @@ def render_table(
         table.add_column(name, justify="right" if is_figure else "left", no_wrap=is_figure)
     for row in rows:
         table.add_row(*row)
-    out = StringIO()
+    out = _Text()
     console = Console(file=out, width=WIDTH, markup=False, highlight=False)
     console.print(table)
     console.print(below, soft_wrap=True)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+class _Text(StringIO):
+    @property
+    def encoding(self) -> str:
+        """Where rich looks for what it may draw with."""
+        return getattr(sys.stdout, "encoding", None) or "utf-8"
 
 
 def megabytes(nbytes: float) -> str:

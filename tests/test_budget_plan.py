@@ -79,7 +79,7 @@ def test_what_is_said_only_where_it_is_so():
 def test_many_sites_and_long_names():
     sites = tuple(site(n, f"model.{n}.{'part.' * 9}query/{n}", None) for n in range(20))
     rows = cells(str(plan(sites=sites)))[len(ROWS) :]
-    assert [row[0][:3] for row in rows] == [f"{n}.…" for n in range(SITES_SHOWN)]
+    assert [row[0][:4] for row in rows] == [f"{n}..." for n in range(SITES_SHOWN)]
     assert [row[0][-8:] for row in rows] == [f".query/{n}" for n in range(SITES_SHOWN)]
     assert {len(row[0]) for row in rows} == {NAME_WIDTH}
     assert {row[4] for row in rows} == {"exact"}
@@ -89,7 +89,7 @@ def test_many_sites_and_long_names():
 def test_the_number_of_the_layer_is_not_told_twice():
     name = f"model.{'part.' * 9}layer.7.query/0"
     (row,) = cells(str(plan(sites=(site(0, name),))))[len(ROWS) :]
-    assert row[0] == "…" + name[1 - NAME_WIDTH :] and ".7." in row[0]
+    assert row[0] == ".." + name[2 - NAME_WIDTH :] and ".7." in row[0]
 
 
 @pytest.mark.parametrize("noise", [0.8, NAN])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 
 import pytest
@@ -29,6 +30,15 @@ def test_what_was_not_measured_is_said_so():
     assert measured(math.nan) == "not measured"
     assert measured(0.0) == "0"
     assert measured(0.2345) == "0.23"
+
+
+def test_lines_are_drawn_with_what_the_terminal_can_show(monkeypatch):
+    for encoding, plain in (("ascii", True), ("latin-1", True), ("utf-8", False)):
+        out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+        monkeypatch.setattr("sys.stdout", out)
+        text = render_table("sizes", ("of", "MB"), [("a", "1.0")], 1, "all of it")
+        print(text)
+        assert text.isascii() == plain
 
 
 def test_figures_are_aligned_and_no_line_ends_in_blanks():
