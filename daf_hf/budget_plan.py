@@ -15,9 +15,11 @@ from .accounting import jsonable
 from .tables import measured, megabytes, render_table
 
 SITES_SHOWN = 8
-CUT = ".."
 NAME_WIDTH = 26
 """Of the table of sites: rows, and characters of a name."""
+
+CUT = ".."
+"""What stands for the rest of a longer one."""
 
 
 @dataclass(frozen=True)
