@@ -356,6 +356,10 @@ def no_driver(path="libcuda.so.1"):
     raise OSError(f"{path}: cannot open shared object file")
 
 
+def no_triton(device):
+    raise RuntimeError("no Triton here")
+
+
 def test_why_it_cannot_serve(monkeypatch, fresh, library):
     with pytest.raises(RuntimeError, match="cannot serve cpu: use 'auto'"):
         get_backend("cuda", "cpu")
@@ -380,6 +384,7 @@ def test_loads_once_for_a_device(monkeypatch, tmp_path, fresh, with_torch, libra
     compiler = FakeCompiler()
     monkeypatch.setattr(cuda, "Driver", lambda: Driver(library))
     monkeypatch.setattr(nvrtc, "compilers", lambda: [compiler])
+    monkeypatch.setitem(kernels._LOADERS, "triton", no_triton)  # it may be installed
     backend = get_backend("auto", "cuda")
     assert isinstance(backend, cuda.CudaBackend) and backend.device == torch.device("cuda", 0)
     assert get_backend("cuda", "cuda:0") is backend
