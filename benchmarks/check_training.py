@@ -105,6 +105,24 @@ def hooks(machine: Machine, argument: str) -> Iterator[Row]:
     saved = []
     with saved_tensors_hooks(lambda tensor: saved.append(tensor.nbytes) or tensor, lambda t: t):
         model(x)
+    budget_mb = 0.5 * blocks * 2 * rows * width * 4 / 1e6
+    times = _hook_times(machine, model, x, budget_mb, rounds, repeats)
+    each = {name: statistics.median(all_) * 1e6 / len(saved) for name, all_ in times.items()}
+    yield {
+        "saved_tensors": len(saved),
+        "of_them_encoded": 2 * blocks,
+        "plain_us": round(each["plain"], 2),
+        "empty_hooks_us": round(each["empty"] - each["plain"], 2),
+        "kernels_us": round(each["kernels"], 2),
+        "in_hooks_us": round(each["hooks"], 2),
+        "beyond_kernels_us": round(each["daf"] - each["plain"] - each["kernels"], 2),
+    }
+
+
+def _hook_times(
+    machine: Machine, model: nn.Module, x: torch.Tensor, budget_mb: float, rounds: int, repeats: int
+) -> dict[str, list[float]]:
+    """Seconds of steps: plain, empty hooks, under a budget; of the last in kernels, in hooks."""
 
     def step(scope: Any) -> float:
         model.zero_grad(set_to_none=True)
@@ -117,7 +135,6 @@ def hooks(machine: Machine, argument: str) -> Iterator[Row]:
         return time.perf_counter() - start
 
     empty = saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
-    budget_mb = 0.5 * blocks * 2 * rows * width * 4 / 1e6
     kernels = KernelTime(get_backend("auto", machine.device))
     daf = compress_activations(
         model, budget_mb=budget_mb, bits=[4], calibrate_at=[0], recalibrate_every=0
@@ -142,16 +159,7 @@ def hooks(machine: Machine, argument: str) -> Iterator[Row]:
                     for name, value in zip(("daf", "kernels", "hooks"), found, strict=True):
                         times[name].append(value)
                 daf.step()
-    each = {name: statistics.median(all_) * 1e6 / len(saved) for name, all_ in times.items()}
-    yield {
-        "saved_tensors": len(saved),
-        "of_them_encoded": 2 * blocks,
-        "plain_us": round(each["plain"], 2),
-        "empty_hooks_us": round(each["empty"] - each["plain"], 2),
-        "kernels_us": round(each["kernels"], 2),
-        "in_hooks_us": round(each["hooks"], 2),
-        "beyond_kernels_us": round(each["daf"] - each["plain"] - each["kernels"], 2),
-    }
+    return times
 
 
 def lora_model(machine: Machine) -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -147,7 +148,8 @@ class DAFCallback(TrainerCallback):
     ) -> None:
         if self._session is None or logs is None or "loss" not in logs:
             return
-        metrics = {name: value for name, value in self._session.metrics().items() if value == value}
+        metrics = self._session.metrics()
+        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         logs.update(metrics)
         if state.log_history:
             state.log_history[-1].update(metrics)

@@ -37,6 +37,7 @@ class Peak:
     Attributes:
         held, stored, exact: bytes; held = stored + exact.
         elements, bits: of lossy and binary storage, for the mean width.
+        budget: in force at that moment.
     """
 
     held: int = 0
@@ -44,6 +45,7 @@ class Peak:
     exact: int = 0
     elements: int = 0
     bits: int = 0
+    budget: float | None = None
 
     @property
     def mean_bits(self) -> float:
@@ -130,11 +132,19 @@ class Ledger:
         self._forget(cdata, holding)
         return freed
 
-    def observe(self, held: int, exact: int, elements: int, bits: int, waiting: int = 0) -> None:
+    def observe(
+        self,
+        held: int,
+        exact: int,
+        elements: int,
+        bits: int,
+        waiting: int = 0,
+        budget: float = math.inf,
+    ) -> None:
         """Note a moment; keeps the worst ones. ``waiting``: of ``exact``, what is soon packed."""
         self.pass_peak = max(self.pass_peak, held - waiting)
         if held > self.step_peak.held:
-            self.step_peak = Peak(held, held - exact, exact, elements, bits)
+            self.step_peak = Peak(held, held - exact, exact, elements, bits, budget)
             if held > self.peak.held:
                 self.peak = self.step_peak
 
@@ -165,7 +175,8 @@ class MemoryReport:
     All sizes are in bytes.
 
     Attributes:
-        budget_bytes: the budget (inf: none).
+        budget_bytes: the budget (inf: none), the last one where it changed.
+        budget_bytes_at_peak: the budget at the worst moment; None where nothing was held.
         held_bytes_peak: all bytes held for backward at the worst moment: pages, statistics,
             page tables and exact copies.
         stored_bytes_peak: of these, in the arena.
@@ -188,6 +199,7 @@ class MemoryReport:
     """
 
     budget_bytes: float = math.inf
+    budget_bytes_at_peak: float | None = None
     held_bytes_peak: int = 0
     stored_bytes_peak: int = 0
     exact_bytes_peak: int = 0
@@ -223,13 +235,20 @@ class MemoryReport:
         """Write the figures to ``path`` as JSON (inf as ``"inf"``, NaN as null)."""
         Path(path).write_text(json.dumps(jsonable(self.to_dict()), indent=1), encoding="utf-8")
 
+    def _budgets(self) -> list[tuple[str, float]]:
+        """One budget, or the one of the worst moment and the last one."""
+        then = self.budget_bytes_at_peak
+        if then is None or then == self.budget_bytes:
+            return [("budget", self.budget_bytes)]
+        return [("budget at that moment", then), ("budget at last", self.budget_bytes)]
+
     def __str__(self) -> str:
         sizes = [
             ("activations, plain training", self.plain_bytes),
             ("activations, held (peak)", self.held_bytes_peak),
             ("  in the arena", self.stored_bytes_peak),
             ("  exact", self.exact_bytes_peak),
-            ("budget", self.budget_bytes),
+            *self._budgets(),
             ("weights", self.weight_bytes),
             ("gradients", self.gradient_bytes),
             ("optimizer", self.optimizer_bytes),

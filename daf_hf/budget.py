@@ -61,6 +61,11 @@ class Budget:
             self._govern()
 
     @property
+    def asked_bytes(self) -> float:
+        """The budget that was asked for last, in bytes; the one in force may be larger."""
+        return self._asked
+
+    @property
     def limit_bytes(self) -> float:
         """The budget in force, in bytes."""
         return self._compressor.arena.limit_bytes

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ._version import __version__
 from .budget_plan import BudgetPlan
-from .cli_model import UsageError, add_model_arguments, build_batch, build_model
+from .cli_arguments import UsageError, add_model_arguments
 from .config import DAFConfig, check_budget
 from .control import ControlError, ask
 from .forecast import plan
@@ -78,7 +78,9 @@ def _report(options: argparse.Namespace) -> None:
 
 def _add_budget(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("pid", type=int, metavar="PID", help="the process that trains")
-    parser.add_argument("budget_mb", metavar="MB", help="in 10^6 bytes; also auto, inf")
+    parser.add_argument(
+        "budget_mb", metavar="MB", help="in 10^6 bytes; also auto, recommended, inf"
+    )
     parser.set_defaults(run=_budget)
 
 
@@ -106,6 +108,8 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 def _plan(options: argparse.Namespace) -> None:
     """``daf-hf plan``. What can go wrong is looked at before the minutes of a calibration."""
+    from .cli_model import build_batch, build_model  # here: they take seconds to load
+
     config = _daf_config(options)
     _check_outputs(options)
     with warnings.catch_warnings():

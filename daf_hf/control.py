@@ -35,9 +35,13 @@ class Controlled(Protocol):
     """What can be asked for another budget."""
 
     installed: bool
+    undecided: bool
 
     @property
     def limit_bytes(self) -> float: ...
+
+    @property
+    def asked_bytes(self) -> float: ...
 
     def set(self, budget_mb: Any, cause: str) -> None: ...
 
@@ -100,6 +104,7 @@ class _Listener:
         folder = _folder(os.getuid())
         folder.mkdir(mode=0o700, exist_ok=True)
         _check_private(folder)
+        _clear(folder)
         self._path, self._process = folder / f"{os.getpid()}.sock", os.getpid()
         self._path.unlink(missing_ok=True)  # of a process that had our number before
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -138,7 +143,12 @@ class _Listener:
             budget.set(budget_mb, "another process asked for it")
         except ValueError as error:
             return f"error {error}"
-        return f"ok budget {before / 1e6:.6g} -> {budget.limit_bytes / 1e6:.6g} MB"
+        why = ""
+        if budget.undecided:
+            why = "; the next forward pass chooses"
+        elif budget.limit_bytes > budget.asked_bytes:
+            why = f"; {budget_mb} is below the least that would do"
+        return f"ok budget {before / 1e6:.6g} -> {budget.limit_bytes / 1e6:.6g} MB{why}"
 
 
 def _folder(user: int) -> Path:
@@ -157,6 +167,18 @@ def _check_private(folder: Path) -> None:
     private = stat.S_ISDIR(found.st_mode) and not stat.S_IMODE(found.st_mode) & 0o077
     if not private or found.st_uid != os.getuid():
         raise PermissionError(f"{folder} is not a folder that this user alone may enter")
+
+
+def _clear(folder: Path) -> None:
+    """Remove what processes left there that were killed."""
+    for path in folder.glob("*.sock"):
+        # By asking, as a number may be that of a process which another container's /proc shows.
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(TIMEOUT)
+            try:
+                connection.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink()
 
 
 def _line(connection: socket.socket) -> str:

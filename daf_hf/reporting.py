@@ -29,6 +29,7 @@ def memory_report(
     parameters = list(model.parameters())
     return MemoryReport(
         budget_bytes=compressor.arena.limit_bytes,
+        budget_bytes_at_peak=ledger.peak.budget,
         held_bytes_peak=ledger.peak.held,
         stored_bytes_peak=ledger.peak.stored,
         exact_bytes_peak=ledger.peak.exact,

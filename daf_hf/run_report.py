@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import json
+import math
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -97,14 +98,16 @@ def _draw(rows: list[dict[str, float]]) -> bytes:
 
     figure = Figure(figsize=(8, 8), layout="constrained")
     memory, bits, loss = figure.subplots(3, sharex=True, height_ratios=(2, 1, 1))
-    for axes, name, label in (
-        (memory, "daf/budget_mb", "budget"),
-        (memory, "daf/held_mb", "held, at most"),
-        (bits, "daf/mean_bits", None),
-        (loss, "loss", None),
+    # Dashed, so that what is held shows where it is as much.
+    budget: dict[str, Any] = {"drawstyle": "steps-mid", "linestyle": "--", "zorder": 3}
+    for axes, name, label, style in (
+        (memory, "daf/budget_mb", "budget", budget),
+        (memory, "daf/held_mb", "held, at most", {}),
+        (bits, "daf/mean_bits", None, {}),
+        (loss, "loss", None, {}),
     ):
-        points = [(row["step"], row[name]) for row in rows if name in row]
-        axes.plot(*zip(*points, strict=True), marker=".", label=label)
+        points = [(row["step"], row.get(name, math.nan)) for row in rows]
+        axes.plot(*zip(*points, strict=True), marker=".", label=label, **style)
     memory.set_ylabel("MB")
     memory.set_ylim(bottom=0)
     memory.legend()

@@ -185,6 +185,7 @@ class Compressor:
                 arena.stored_elements,
                 arena.stored_bits,
                 self.placement.waiting_bytes,
+                arena.limit_bytes,
             )
             ledger.hook_seconds += perf_counter() - began - (ledger.kernel_seconds - kernels)
         return handle

@@ -84,7 +84,7 @@ class Session:
         self.schedule = CalibrationSchedule(config)
         self._calibration_failed = False
         self._calibration_needs = 0.0
-        self._judged = False
+        self._judged = math.inf  # the least budget that was judged
         self._steps_here = 0
         self.recall: Callable[[Callable[..., Any], Inputs], bool] | None = None
         touch_weights(model)
@@ -269,12 +269,13 @@ class Session:
         compressor.ledger.planning_seconds += perf_counter() - began
 
     def _judge(self, first: _Pass) -> None:
-        """Once in a run, with its first plan: warn of a harmful error."""
+        """Warn of a harmful error: of the first plan, and of the first under a lower budget."""
         measured = self.compressor.placement.calibrated and self.config.importance == "gradient"
-        if measured and first.plan is not None and not self._judged:
-            self._judged = True
+        limit = self.compressor.arena.limit_bytes
+        if measured and first.plan is not None and limit < self._judged:
+            self._judged = limit
             sweep = BudgetSweep(self.planner, first.key, first.plan.batch)
-            sweep.warn_of(first.plan, self.compressor.arena.limit_bytes, self._calibration_needs)
+            sweep.warn_of(first.plan, limit, self._calibration_needs)
 
     # Steps and budget --------------------------------------------------------------------------
 
@@ -317,9 +318,10 @@ class Session:
         """The figures for a log: of the worst moment since the last step began."""
         ledger = self.compressor.ledger
         peak = ledger.step_peak
+        budget = self.compressor.arena.limit_bytes if peak.budget is None else peak.budget
         return {
             "daf/held_mb": peak.held / 1e6,
-            "daf/budget_mb": self.compressor.arena.limit_bytes / 1e6,
+            "daf/budget_mb": budget / 1e6,
             "daf/ratio": ledger.step_plain_peak / peak.held if peak.held else math.nan,
             "daf/mean_bits": peak.mean_bits,
         }

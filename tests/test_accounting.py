@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -78,11 +79,13 @@ def test_an_address_is_not_given_to_others_while_it_is_counted():
 
 def test_peaks_are_of_the_worst_moment():
     ledger = Ledger()
-    ledger.observe(100, 40, 10, 20)
+    ledger.observe(100, 40, 10, 20, budget=300)
     ledger.observe(50, 50, 1, 8)
     assert (ledger.peak.held, ledger.peak.stored, ledger.peak.exact) == (100, 60, 40)
     assert ledger.peak.mean_bits == 2
+    assert ledger.peak.budget == 300
     ledger.start_step()
+    assert ledger.step_peak.budget is None
     ledger.observe(70, 0, 0, 0)
     assert ledger.step_peak.held == 70
     assert ledger.step_peak.mean_bits == 0
@@ -94,6 +97,14 @@ def test_events_are_counted():
     ledger.count("spilled")
     ledger.count("spilled")
     assert ledger.counts == {"spilled": 2}
+
+
+def test_a_report_sets_what_was_held_beside_the_budget_of_that_moment():
+    same = str(MemoryReport(budget_bytes=3e6, budget_bytes_at_peak=3e6))
+    assert "budget at" not in same and "budget" in same
+    changed = str(MemoryReport(budget_bytes=3e6, budget_bytes_at_peak=9e6))
+    assert re.search(r"budget at that moment\W+9.0", changed)
+    assert re.search(r"budget at last\W+3.0", changed)
 
 
 REPORT = MemoryReport(

@@ -153,6 +153,21 @@ def test_a_harmful_budget_is_warned_of_once(caplog):
     assert warnings_of(harmful, caplog, importance="error") == []
 
 
+def test_a_fall_into_the_harmful_range_is_warned_of(caplog):
+    harmful = sweep_of().budget_for(1.3 * HARMFUL_ERROR) / 1e6
+    model, inputs = build("bert"), batch("bert")
+    daf, _ = compressed(model, 0.5)
+    told = []
+    with caplog.at_level(logging.WARNING, "daf_hf"):
+        for budget in (0.5, harmful, harmful, 0.5, harmful, 0.99 * harmful):
+            daf.set_budget(budget)
+            caplog.clear()
+            gradients(model, inputs, daf)
+            daf.step()
+            told.append("predicted gradient error" in caplog.text)
+    assert told == [False, True, False, False, False, True]
+
+
 def test_a_budget_that_cannot_be_met_is_refused_without_a_warning(caplog):
     with pytest.raises(BudgetError):
         warnings_of(0.8 * sweep_of().least_bytes / 1e6, caplog)

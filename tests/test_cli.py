@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 
 import pytest
@@ -81,6 +82,11 @@ def test_without_matplotlib(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert run_plan(config_folder(tmp_path, "roberta"), "--from_config", "--plot", "a.png") == 1
     assert "extra `plot`" in capsys.readouterr().err
+
+
+def test_what_needs_no_model_loads_no_libraries_of_models():
+    code = "import sys, daf_hf.cli; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
 def test_help_and_version(capsys):

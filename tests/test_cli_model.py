@@ -9,14 +9,8 @@ import torch
 from peft import PeftModel
 from transformers import CONFIG_MAPPING, AutoModelForSequenceClassification
 
-from daf_hf.cli_model import (
-    IGNORED_LABEL,
-    UsageError,
-    add_model_arguments,
-    build_batch,
-    build_model,
-    default_task,
-)
+from daf_hf.cli_arguments import UsageError, add_model_arguments
+from daf_hf.cli_model import IGNORED_LABEL, build_batch, build_model, default_task
 
 COMMON = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 SMALL = {

@@ -11,7 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tiny import batch, build, compressed, loss_of, nothing_held
+from tiny import batch, build, compressed, gradients, loss_of, nothing_held
 
 from daf_hf import control
 from daf_hf.cli import main
@@ -90,6 +90,29 @@ def test_who_does_not_train_says_so(capsys, training):
     assert "there is no process 999999999" in capsys.readouterr().err
 
 
+def test_the_answer_says_why_it_is_not_what_was_asked(bert_model, bert_batch):
+    daf, compressor = compressed(bert_model, 0.3)
+    with daf:
+        gradients(bert_model, bert_batch, daf)
+        daf.step()
+        answer = ask(os.getpid(), "0.001")
+        assert "0.001 is below the least that would do" in answer
+        assert 0.001 * MB < compressor.arena.limit_bytes < 0.3 * MB
+        assert "the next forward pass chooses" in ask(os.getpid(), "recommended")
+        assert ask(os.getpid(), "0.25").endswith("0.25 MB")
+
+
+def test_what_killed_processes_left_is_cleared_and_nothing_else(folder):
+    folder.mkdir(mode=0o700)
+    dead, alive = folder / "999999999.sock", folder / "999999998.sock"
+    with socket.socket(socket.AF_UNIX) as there, socket.socket(socket.AF_UNIX) as gone:
+        gone.bind(str(dead))  # nobody listens
+        there.bind(str(alive))
+        there.listen()
+        control._clear(folder)
+    assert not dead.exists() and alive.exists()
+
+
 def test_two_models_are_not_told_apart(training):
     first, _ = training()
     second, _ = training()
@@ -120,8 +143,8 @@ def test_the_socket_ends_with_the_process_and_a_stale_one_is_no_obstacle(folder)
         "import sys, pathlib; from daf_hf import control\n"
         f"control._folder = lambda user: pathlib.Path({str(folder)!r})\n"
         "class Budget:\n"
-        "    installed, limit_bytes = True, 3e6\n"
-        "    def set(self, mb, cause): self.limit_bytes = float(mb) * 1e6\n"
+        "    installed, undecided, limit_bytes, asked_bytes = True, False, 3e6, 3e6\n"
+        "    def set(self, mb, cause): self.limit_bytes = self.asked_bytes = float(mb) * 1e6\n"
         "budget = Budget(); control.listen(budget); print('there', flush=True)\n"
         "sys.stdin.read()\n"
     )

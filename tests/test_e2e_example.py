@@ -157,7 +157,7 @@ def test_a_package_that_is_not_installed(script, monkeypatch, tmp_path):
     smollm2 = importlib.import_module("smollm2")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(smollm2, "PACKAGE", "package_that_is_absent")
-    with pytest.raises(script.ModelError, match="run: make smollm2"):
+    with pytest.raises(smollm2.ModelError, match="run: make smollm2"):
         smollm2.smollm2_folder()
 
 

@@ -416,7 +416,7 @@ def test_a_sign_of_life_is_shown(script, capsys, monkeypatch):
     logger = logging.getLogger("daf_hf")
     monkeypatch.setattr(logger, "handlers", [])
     level = logger.level
-    script.show_daf_log()
+    importlib.import_module("common.training").show_daf_log()
     try:
         logger.info("daf_hf: calibrating")
         logger.debug("daf_hf: of no interest")
@@ -430,7 +430,8 @@ def test_weights_must_be_there_unless_random_ones_are_wanted(
 ):
     command = arguments(tiny_model, tiny_glue, tmp_path, "sst2", "--no_daf")
     command.remove("--from_config")
-    with pytest.raises(script.ModelError, match="holds no weights; use --from_config"):
+    models = importlib.import_module("common.models")
+    with pytest.raises(models.ModelError, match="holds no weights; use --from_config"):
         script.main(command)
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from common.memory import PeakMemoryCallback
+from common.models import ModelError
 from transformers import Trainer
 
-from daf_hf import DAFCallback, DAFConfig
+from daf_hf import BudgetError, DAFCallback, DAFConfig
 
 
 class UsageError(ValueError):
@@ -93,3 +96,17 @@ def show_daf_log() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger.addHandler(handler)
+
+
+def run(main: Callable[[], object], *errors: type[Exception]) -> None:
+    """Run a script; what the user can mend ends it with a line in place of a traceback.
+
+    Args:
+        main: the script.
+        errors: of its own, besides those of options and budgets.
+    """
+    show_daf_log()
+    try:
+        main()
+    except (BudgetError, ModelError, UsageError, *errors) as error:
+        sys.exit(f"error: {error}")

@@ -17,6 +17,7 @@ import sys
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
 import evaluate
 import torch
@@ -37,14 +38,13 @@ from transformers import (
 )
 
 import daf_hf
-from daf_hf import BudgetError
 from daf_hf.host_memory import tune_malloc
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import models
 from common.memory import PeakMemoryCallback
-from common.models import LoraArguments, ModelError
-from common.training import DAFArguments, UsageError, daf_config, show_daf_log, train
+from common.models import LoraArguments
+from common.training import DAFArguments, daf_config, run, train
 
 METRICS_MODULE = Path(__file__).with_name("metrics.py")
 IGNORED = -100  # label of tokens that the loss leaves out
@@ -93,16 +93,7 @@ Arguments = tuple[
 
 def parse_arguments(argv: list[str] | None = None) -> Arguments:
     """Parse the command line; with no --do_train, --do_eval or --do_predict, do all three."""
-    parser = HfArgumentParser(
-        [
-            ModelArguments,
-            DataArguments,
-            LoraArguments,
-            GenerationArguments,
-            DAFArguments,
-            TrainingArguments,
-        ]  # type: ignore[arg-type]
-    )
+    parser = HfArgumentParser(list(get_args(Arguments)))
     parsed = parser.parse_args_into_dataclasses(argv)
     training = parsed[-1]
     if not (training.do_train or training.do_eval or training.do_predict):
@@ -231,8 +222,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    show_daf_log()
-    try:
-        main()
-    except (BudgetError, DataError, ModelError, UsageError) as error:
-        sys.exit(f"error: {error}")
+    run(main, DataError)

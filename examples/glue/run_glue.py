@@ -32,13 +32,13 @@ from transformers import (
     set_seed,
 )
 
-from daf_hf import BudgetError, DAFCallback
+from daf_hf import DAFCallback
 from daf_hf.host_memory import tune_malloc
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common.memory import PeakMemoryCallback
-from common.models import LoraArguments, ModelError, max_tokens
-from common.training import DAFArguments, UsageError, daf_config, show_daf_log, train
+from common.models import LoraArguments, max_tokens
+from common.training import DAFArguments, UsageError, daf_config, run, train
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -187,8 +187,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    show_daf_log()
-    try:
-        main()
-    except (BudgetError, DataError, ModelError, UsageError) as error:
-        sys.exit(f"error: {error}")
+    run(main, DataError)
