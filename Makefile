@@ -18,7 +18,7 @@ CLANG ?= clang
 STRICT := -Wall -Wextra -Werror
 BUILD_NATIVE := $(BIN)/python setup.py --quiet build_ext --inplace --force
 
-.PHONY: help install demo smollm2 test test-triton test-neon test-clang lint typecheck clean
+.PHONY: help install demo smollm2 test test-triton test-neon test-clang compatibility lint typecheck clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -58,6 +58,11 @@ test-clang: $(STAMP)  ## Test the native code as Clang builds it, then build it 
 		assert "clang" in compiler.lower(), compiler; print("== Built with", compiler)'
 	$(BIN)/python -m pytest tests/test_kernels.py tests/test_noise.py $(PYTEST_ARGS); \
 		status=$$?; $(BUILD_NATIVE); exit $$status
+
+# In one process: it has to be quiet for resident memory to say something.
+compatibility: $(STAMP)  ## Test what daf_hf works with, and write docs/compatibility.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/compatibility --flat-steps 100 \
+		--write-matrix docs/compatibility.md $(PYTEST_ARGS)
 
 lint: $(STAMP)  ## Check style
 	$(BIN)/ruff check .

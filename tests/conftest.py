@@ -11,6 +11,8 @@ from tiny import MODELS, batch, build, hooks_on_stack
 
 from daf_hf.arena import Arena
 
+pytest_plugins = ["compatibility_matrix"]
+
 settings.register_profile("daf_hf", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("daf_hf")
 

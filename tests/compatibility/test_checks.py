@@ -1,0 +1,128 @@
+"""Every case, put to the same checks; the outcome is docs/compatibility.md (see conftest.py)."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import math
+from pathlib import Path
+
+import psutil
+import pytest
+from harness import CASES, REAL, Case
+from tiny import hooks_on_stack, nothing_held, same
+
+from daf_hf.gradient_error import GradientError
+
+for path in sorted(Path(__file__).parent.glob("cases_*.py")):
+    importlib.import_module(path.stem)
+
+MB = 1e6
+ALLOWED_GROWTH = 2 * MB
+
+
+@pytest.fixture(params=CASES.values(), ids=CASES)
+def case(request, record_property):
+    """A case; those that lack the check that asks are skipped."""
+    check = request.function.__name__.removeprefix("test_")
+    record_property("row", (request.param.area, request.param.name, check))
+    if check in request.param.lacks:
+        pytest.skip(request.param.lacks[check])
+    return request.param
+
+
+@pytest.fixture
+def budget(case, tmp_path, plain_bytes):
+    """Bytes: the case's share of what plain training holds for backward."""
+    if case.name not in plain_bytes:
+        run = case.subject().train(1, tmp_path / "measured", {"budget_mb": math.inf})
+        plain_bytes[case.name] = run.report.plain_bytes
+    return case.share * plain_bytes[case.name]
+
+
+@pytest.fixture(scope="module")
+def plain_bytes():
+    """By the name of a case."""
+    return {}
+
+
+def test_exact(case: Case, tmp_path):
+    """Without a budget, gradients and weights are those of plain training, bit for bit."""
+    plain = case.subject().train(3, tmp_path / "plain")
+    daf = case.subject().train(3, tmp_path / "daf", {"budget_mb": math.inf})
+    assert plain.gradients
+    assert same(daf.gradients, plain.gradients)
+    assert same(daf.weights, plain.weights)
+
+
+def test_predicted(case: Case, tmp_path, budget):
+    """Under a budget, the gradient is off by no more than is predicted, and something is saved."""
+    plain = case.subject().train(1, tmp_path / "plain").gradients
+    subject = case.subject()
+    run = subject.train(1, tmp_path / "daf", {"budget_mb": budget / MB, **REAL})
+    assert run.report.held_bytes_peak <= budget
+    assert run.gradients.keys() == plain.keys()
+    names = [n for n, p in subject.model.named_parameters() if p.requires_grad]
+    reference = [plain.get(n) for n in names]
+    change = [run.gradients[n] - plain[n] if n in plain else None for n in names]
+    error = GradientError(subject.model).of(change, reference) ** 0.5
+    assert error <= case.off * run.report.predicted_gradient_error + 0.01
+
+
+def test_empty(case: Case, tmp_path, budget):
+    """After each step nothing is held, and the budget was kept to."""
+
+    def at_end(step, run):
+        gc.collect()
+        assert nothing_held(run.compressor)
+
+    run = case.subject().train(4, tmp_path / "daf", {"budget_mb": budget / MB}, at_end)
+    assert run.report.held_bytes_peak <= budget
+    assert run.report.budget_bytes == budget
+
+
+class Boom(Exception):
+    """What a module raises."""
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_exception(case: Case, where, tmp_path, budget):
+    """After an exception in the middle of a pass the model is as it was, and trains plainly."""
+    subject = case.subject()
+    last = [m for m in subject.model.modules() if not list(m.children())][-1]
+
+    def fail(module, args, output):
+        if where == "forward":
+            raise Boom
+        first = output[0] if isinstance(output, tuple) else output
+        first.register_hook(raise_boom)
+
+    def raise_boom(gradient):
+        raise Boom
+
+    handle = last.register_forward_hook(fail)
+    with pytest.raises(Boom):
+        subject.train(2, tmp_path / "daf", {"budget_mb": budget / MB})
+    handle.remove()
+    gc.collect()
+    assert hooks_on_stack() is None
+    assert "forward" not in subject.model.__dict__
+    subject.model.zero_grad(set_to_none=True)
+    again = subject.train(1, tmp_path / "again")
+    assert same(again.gradients, case.subject().train(1, tmp_path / "plain").gradients)
+
+
+def test_flat(case: Case, tmp_path, budget, pytestconfig):
+    """Many steps take no more memory than the first ones."""
+    steps = pytestconfig.getoption("--flat-steps")
+    process, resident = psutil.Process(), []
+
+    def at_end(step, run):
+        if step in (steps // 2, steps - 1):
+            gc.collect()
+            resident.append(process.memory_info().rss)
+
+    options = {"budget_mb": budget / MB, "calibrate_at": (0,)}
+    case.subject().train(steps, tmp_path / "daf", options, at_end)
+    middle, end = resident
+    assert end - middle <= ALLOWED_GROWTH
