@@ -8,7 +8,8 @@ Five questions, a table or picture each:
   the old budget is afterwards what it was;
 - one iteration under a budget that falls through its forward pass and rises through its backward
   pass (figure 13 of the paper), as a picture with ``--plot``;
-- the same with budgets in steps of several sizes: moves, time, bytes that a step leaves unused;
+- the same with budgets in steps of several sizes: moves, time, bytes that a step leaves
+  unused, and bytes beyond what there was (the least budget is one step);
 - a new plan for many save sites after a change of the budget, without calibrating.
 
 The model is roberta-base's size from transformers' default configuration, with random weights and
@@ -143,12 +144,12 @@ def arena_alone(options: argparse.Namespace) -> dict[str, float]:
 
 
 def fall(made: Training, options: argparse.Namespace) -> dict[str, float]:
-    """The budget falls when most of the forward pass has been."""
+    """The budget falls when the last layer has been passed, and the arena is full."""
     before, found = made.daf._session.last_plan, {}
     process = psutil.Process()
 
     def act(layer: int, forward: bool) -> None:
-        if layer != len(made.layers) - 2 or not forward or found:
+        if layer != len(made.layers) - 1 or not forward or found:
             return
         arena = made.arena
         held, pages, resident = arena.held_bytes, arena.demoted_pages, process.memory_info().rss
@@ -204,13 +205,14 @@ def iteration(
     made.step()
     end()
     made.daf.set_budget(options.high)
-    unused = statistics.mean(row["free_mb"] - row["budget_mb"] for row in trace)
+    unused = [row["free_mb"] - row["budget_mb"] for row in trace]
     return trace, {
         "step_mb": step_mb,
         "moves": len(moves),
         "milliseconds": sum(moves),
         "slowest_milliseconds": max(moves, default=0.0),
-        "unused_mb": unused,
+        "unused_mb": statistics.mean(max(0.0, mb) for mb in unused),
+        "beyond_mb": statistics.mean(max(0.0, -mb) for mb in unused),
     }
 
 

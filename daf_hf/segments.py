@@ -206,26 +206,30 @@ class Segments:
     def _drop(self, victims: np.ndarray, tables: Collection[array[int]]) -> None:
         """Move what lives in some segments to free pages of the others, and give them back."""
         self._before_change()
-        per = self.space.pages_per_segment
         self._withdraw(victims)
-        moved = np.arange(len(self.space.segments) * per, dtype=np.int32)
-        for held in tables:
-            table = np.frombuffer(held, np.int32)
-            sources = table[np.isin(table // per, victims)]
-            if not len(sources):
-                continue
-            targets = np.array(self.take(len(sources)), np.int32)
-            self._copy(sources, targets)
-            moved[sources] = targets
-            np.copyto(table, moved[table])
+        held = [np.frombuffer(table, np.int32) for table in tables if table]
+        if held:
+            numbers = np.concatenate(held)
+            moving = self._are_in(victims, numbers)
+            targets = np.frombuffer(self.take(int(moving.sum())), np.int32)
+            self._copy(numbers[moving], targets)
+            numbers[moving] = targets
+            ends = np.cumsum([len(table) for table in held])
+            for table, moved in zip(held, np.split(numbers, ends[:-1]), strict=True):
+                np.copyto(table, moved)
         self._return(victims)
 
     def _withdraw(self, victims: np.ndarray) -> None:
         """Offer the free pages of some segments no longer."""
         free = np.array(self._free, np.int32)
-        inside = np.isin(free // self.space.pages_per_segment, victims)
-        self._free = array("i", free[~inside].tobytes())
+        self._free = array("i", free[~self._are_in(victims, free)].tobytes())
         self._looked_at = min(self._looked_at, len(self._free))
+
+    def _are_in(self, segments: np.ndarray, pages: np.ndarray) -> np.ndarray:
+        """Which pages lie in one of some segments: ``bool``, one a page."""
+        chosen = np.zeros(len(self.space.segments), bool)
+        chosen[segments] = True
+        return chosen[pages // self.space.pages_per_segment]
 
     def _return(self, victims: np.ndarray) -> None:
         """Give segments back to the device."""
@@ -244,7 +248,7 @@ class Segments:
 
     def _free_of(self, sizes: np.ndarray) -> np.ndarray:
         """Free pages of each."""
-        free = np.array(self._free, np.int64)
+        free = np.array(self._free, np.int32)
         return np.bincount(free // self.space.pages_per_segment, minlength=len(sizes))
 
     def check(self, tables: Collection[array[int]]) -> None:
