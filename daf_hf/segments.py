@@ -97,6 +97,8 @@ class Segments:
     def _copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy pages; neighbours that stay neighbours, as those of a plane mostly do, at once."""
         per, segments = self.space.pages_per_segment, self.space.segments
+        if not len(sources):
+            return
         step = np.diff(sources)
         same = (step == np.diff(targets)) & (np.abs(step) == 1)
         same &= (np.diff(sources // per) == 0) & (np.diff(targets // per) == 0)

@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from daf_hf.kernels.format import PAGE_BYTES
 from daf_hf.segments import Segments, segment_pages
@@ -83,6 +85,28 @@ def test_released_segments_leave_what_is_held_as_it_was(segments, calls, pages):
     assert segments.nbytes == sum(s.nbytes for s in segments.space.segments if s is not None)
     assert all(torch.equal(segments.read(table), before) for table, before in kept)
     assert calls
+
+
+@given(st.lists(st.tuples(st.sampled_from("take give release trim".split()), st.integers(0, 40))))
+def test_whatever_is_done_pages_are_held_once_and_keep_what_they_hold(operations):
+    segments, kept = Segments(PAGES, CPU), []
+    for what, number in operations:
+        tables = [table for table, _ in kept]
+        if what == "take":
+            while segments.free_pages < number:
+                segments.add(min(PAGES, number - segments.free_pages))
+            kept.append(filled(segments, number))
+        elif what == "give" and kept:
+            segments.give_back(kept.pop(number % len(kept))[0])
+        elif what == "release":
+            free, taken = segments.free_pages, segments.nbytes
+            assert segments.release(number * PAGE_BYTES, tables) is (number <= free)
+            if number <= free:
+                assert segments.nbytes <= taken - number * PAGE_BYTES
+        elif what == "trim":
+            segments.trim()
+        segments.check([table for table, _ in kept])
+        assert all(torch.equal(segments.read(table), before) for table, before in kept)
 
 
 def test_more_than_is_free_cannot_be_released(segments):
