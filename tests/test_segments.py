@@ -87,7 +87,12 @@ def test_released_segments_leave_what_is_held_as_it_was(segments, calls, pages):
     assert calls
 
 
-@given(st.lists(st.tuples(st.sampled_from("take give release trim".split()), st.integers(0, 40))))
+OPERATIONS = st.tuples(
+    st.sampled_from(["take", "take", "give", "release", "trim"]), st.sampled_from([1, 3, PAGES, 20])
+)
+
+
+@given(st.lists(OPERATIONS, min_size=8))
 def test_whatever_is_done_pages_are_held_once_and_keep_what_they_hold(operations):
     segments, kept = Segments(PAGES, CPU), []
     for what, number in operations:
