@@ -233,7 +233,7 @@ class Arena:
         while self.held_bytes > limit_bytes and self.cheapest_demotion() < math.inf:
             self.demote_cheapest()
         within = self.held_bytes <= limit_bytes
-        excess = self.taken_bytes - limit_bytes
+        excess = self.taken_bytes - max(limit_bytes, self.held_bytes)
         if excess > 0:
             self._release(excess)
         return within

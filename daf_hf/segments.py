@@ -46,6 +46,7 @@ class Segments:
     Attributes:
         space: where the pages lie.
         nbytes: bytes taken from the device.
+        free_pages: pages that nobody holds.
     """
 
     def __init__(
@@ -60,27 +61,30 @@ class Segments:
         self._device = device
         self._before_change = before_change
         self._pinned = pinned
-        self._free = array("i")
+        self._stack = np.empty(0, np.int32)  # of free pages, with room for all that there are
+        self.free_pages = 0
         self._looked_at = 0  # free pages that were there at the last look, and still are
 
     # Pages -------------------------------------------------------------------------------------
 
     @property
-    def free_pages(self) -> int:
-        """Pages that nobody holds."""
-        return len(self._free)
+    def _free(self) -> np.ndarray:
+        """The free pages, those to be taken first at the end."""
+        return self._stack[: self.free_pages]
 
     def take(self, pages: int) -> array[int]:
         """A table of so many of the free pages; there must be as many."""
-        first = len(self._free) - pages
-        table = self._free[first:]
-        del self._free[first:]
+        first = self.free_pages - pages
+        table = array("i", self._stack[first : self.free_pages].tobytes())
+        self.free_pages = first
         self._looked_at = min(self._looked_at, first)
         return table
 
     def give_back(self, table: array[int]) -> None:
         """These pages are free."""
-        self._free.extend(table)
+        end = self.free_pages + len(table)
+        self._stack[self.free_pages : end] = table
+        self.free_pages = end
 
     def read(self, numbers: Sequence[int] | np.ndarray) -> torch.Tensor:
         """A copy of pages: ``uint8 [pages, PAGE_BYTES]``."""
@@ -133,8 +137,14 @@ class Segments:
         space.pointers[index] = segment.data_ptr()
         self.nbytes += segment.numel()
         first = index * space.pages_per_segment
-        # Low numbers last: the free list is a stack, and a segment is then used from its start.
-        self._free.extend(range(first + pages - 1, first - 1, -1))
+        if len(self._stack) < self.nbytes // PAGE_BYTES:
+            room = np.empty(2 * self.nbytes // PAGE_BYTES, np.int32)
+            room[: self.free_pages] = self._free
+            self._stack = room
+        end = self.free_pages + pages
+        # Low numbers last: a segment is then used from its start.
+        self._stack[self.free_pages : end] = np.arange(first + pages - 1, first - 1, -1)
+        self.free_pages = end
 
     def trim_if_idle(self) -> None:
         """Give empty segments back if a good part of what was taken has become free.
@@ -142,7 +152,7 @@ class Segments:
         While a backward pass goes on, what it has freed makes room for its gradients. Pinned ones
         stay for now: to give them back is to wait for the device.
         """
-        freed = (len(self._free) - self._looked_at) * PAGE_BYTES
+        freed = (self.free_pages - self._looked_at) * PAGE_BYTES
         if not self._pinned and freed > _IDLE_SHARE * self.nbytes:
             self.trim()
 
@@ -154,7 +164,7 @@ class Segments:
             self._before_change()
             self._withdraw(empty)
             self._return(empty)
-        self._looked_at = len(self._free)
+        self._looked_at = self.free_pages
 
     def release(self, excess: float, tables: Collection[array[int]]) -> bool:
         """Give back segments of at least ``excess`` bytes, moving what is held together.
@@ -170,7 +180,7 @@ class Segments:
         free_of = self._free_of(sizes)
         live_of = sizes - free_of
         victims: list[int] = []
-        released, to_move, room = 0, 0, len(self._free)
+        released, to_move, room = 0, 0, self.free_pages
         for index in np.argsort(live_of, kind="stable"):
             if released * PAGE_BYTES >= excess:
                 break
@@ -192,7 +202,7 @@ class Segments:
 
         The held ones move to new segments of just their size, for a moment beyond the budget.
         """
-        if len(self._free) * PAGE_BYTES < excess:
+        if self.free_pages * PAGE_BYTES < excess:
             return False
         sizes, per = self._sizes(), self.space.pages_per_segment
         free_of = self._free_of(sizes)
@@ -223,9 +233,10 @@ class Segments:
 
     def _withdraw(self, victims: np.ndarray) -> None:
         """Offer the free pages of some segments no longer."""
-        free = np.array(self._free, np.int32)
-        self._free = array("i", free[~self._are_in(victims, free)].tobytes())
-        self._looked_at = min(self._looked_at, len(self._free))
+        kept = self._free[~self._are_in(victims, self._free)]
+        self.free_pages = len(kept)
+        self._free[:] = kept
+        self._looked_at = min(self._looked_at, self.free_pages)
 
     def _are_in(self, segments: np.ndarray, pages: np.ndarray) -> np.ndarray:
         """Which pages lie in one of some segments: ``bool``, one a page."""
@@ -250,8 +261,7 @@ class Segments:
 
     def _free_of(self, sizes: np.ndarray) -> np.ndarray:
         """Free pages of each."""
-        free = np.array(self._free, np.int32)
-        return np.bincount(free // self.space.pages_per_segment, minlength=len(sizes))
+        return np.bincount(self._free // self.space.pages_per_segment, minlength=len(sizes))
 
     def check(self, tables: Collection[array[int]]) -> None:
         """Assert that every page is free, or in one of the tables once.
@@ -259,8 +269,7 @@ class Segments:
         Linear in the number of pages; for tests.
         """
         held = np.concatenate(
-            [np.array(self._free, np.int32)]
-            + [np.frombuffer(table, np.int32).copy() for table in tables]
+            [self._free] + [np.frombuffer(table, np.int32).copy() for table in tables]
         )
         per = self.space.pages_per_segment
         expected = np.concatenate(

@@ -120,6 +120,7 @@ class ArenaMachine(RuleBasedStateMachine):
         assert within == (self.arena.held_bytes <= pages * PAGE_COST)
         if not within:
             assert math.isinf(self.arena.cheapest_demotion())
+            assert self.arena.taken_bytes == self.arena.held_bytes
             # What is above the limit may only end; so it does here.
             for item in list(self.contents):
                 self.arena.remove(item)
