@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import subprocess
@@ -217,6 +218,25 @@ def test_threads_do_not_change_results(monkeypatch, codec, cols):
         for count in (1, 2, 5):
             monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
             compare(backend, x, layout, 3, expected)
+
+
+@pytest.mark.skipif(not ISAS, reason="the native backend was not built")
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("codec", ["channel+uniform", "channel+normal"])
+def test_columns_are_packed_panel_by_panel(monkeypatch, codec, dtype, threads):
+    """Where the caches do not hold all rows of all columns until these are packed."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    rows, cols, bits = 1301, 2048, 2
+    x = torch.randn(rows * cols, generator=torch.Generator().manual_seed(0)).to(dtype)
+    layout, backend = parse_codec(codec).layout(x.numel(), cols, bits), cpu.load()
+    expected = Pages(layout, bits)
+    assert reference.encode(x, layout, bits, expected.table, expected.space)
+    for isa in reversed(ISAS):
+        backend.use_isa(isa)
+        compare(backend, x, layout, bits, expected)
+    x[-1] = math.inf
+    compare(backend, x, layout, bits, None)
 
 
 @pytest.mark.parametrize("bits", [3, 8])
