@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import signal
 import subprocess
 import sys
 from itertools import product
@@ -230,3 +231,16 @@ def test_changes_of_the_budget(tmp_path):
     assert len(found["trace"]) == 6
     assert [row["step_mb"] for row in found["steps"]] == [0.05, 0.1]
     assert found["replanning"]["median_milliseconds"] > 0
+
+
+def test_a_memory_limit_is_one(benchmark):
+    limits = benchmark("memory_limit")
+    try:
+        with limits.group(80_000_000) as made:
+            greedy = made.run("--trouble", "--seconds", "60")
+            greedy.communicate(timeout=60)
+            assert greedy.returncode == -signal.SIGKILL
+            assert made.hits() > 0
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    assert not made.folder.exists()
