@@ -12,8 +12,10 @@ Trains MiniLM with LoRA plainly for some steps, and takes the next batch. Then:
 2. The options of all sites, with the costs of the ``gradient`` metric, are shared out under budgets
    of plain training's bytes over some ratios, by every allocator. ``bound`` is the cost of the
    best fractional plan (the linear relaxation on the options' convex hulls), which no plan beats.
-3. The gradient of the batch under these budgets, with derived tensors not stored (``on``) and
-   stored (``off``): its predicted and its measured error, by kind as above.
+3. The gradient of the batch under these budgets, with everything as it is by default and with one
+   part in another way: derived tensors stored, one codec for all consumers, an importance or an
+   allocator of other work. Its measured error, by kind as above, and, by the metric ``gradient``,
+   what was predicted.
 """
 
 from __future__ import annotations
@@ -45,6 +47,22 @@ from daf_hf.sites import SaveSite
 EXAMPLES = Path(__file__).parents[1] / "examples" / "glue"
 NO_LIMIT_MB = 1e6
 EXACT = Option(0, 0.0, None, None)
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "all of it": {},
+    "derived tensors stored": {"derive": False},
+    **{
+        f"{codec} for all": {"codec": codec}
+        for codec in ("group+uniform", "token+uniform", "channel+uniform", "group+normal")
+    },
+    **{
+        f"importance {metric}": {"importance": metric}
+        for metric in ("actnn", "gact", "error", "magnitude", "variance")
+    },
+    "ActNN's allocation": {"importance": "actnn", "allocator": "actnn"},
+    "GACT's allocation": {"importance": "gact", "allocator": "gact"},
+    "one width for all": {"allocator": "uniform"},
+}
 
 Row = dict[str, Any]
 Gradients = dict[str, Tensor]
@@ -207,23 +225,24 @@ def allocator_gaps(
     return rows
 
 
-def derived_tensors(
+def variants(
     model: nn.Module, batch: dict[str, Tensor], plain_bytes: int, ratios: Sequence[float]
 ) -> list[Row]:
-    """What it is worth not to store what follows from other saved tensors."""
+    """What each part is worth: the gradient's error without it, in the same bytes."""
     exact = gradients(model, batch)
     rows = []
     for ratio in ratios:
-        for derive in (True, False):
+        for name, options in VARIANTS.items():
             with compress_activations(
-                model, budget_mb=plain_bytes / ratio / 1e6, derive=derive, on_overflow="spill",
-                calibrate_at=(0,),
+                model, budget_mb=plain_bytes / ratio / 1e6, on_overflow="spill",
+                calibrate_at=(0,), **options,
             ) as daf:  # fmt: skip
                 found = gradients(model, batch)
                 report = daf.report
             rows.append(
-                {"ratio": ratio, "derived": "on" if derive else "off",
-                 "mean_bits": report.mean_bits, "predicted": report.predicted_gradient_error,
+                {"ratio": ratio, "variant": name, "mean_bits": report.mean_bits,
+                 "spilled": report.counts.get("spilled", 0),
+                 "predicted": report.predicted_gradient_error,
                  "measured": math.sqrt(squared_error(found, exact, True))}
             )  # fmt: skip
     return rows
@@ -320,10 +339,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     print_table("Rank correlation with the measured gradient error", correlations)
     gaps = allocator_gaps(choices, options.allocators, options.ratios)
     print_table("Predicted gradient error by allocator", gaps)
-    derived = derived_tensors(model, batch, choices.plain_bytes, options.ratios)
-    print_table("Gradient error by what is stored", derived)
+    found = variants(model, batch, choices.plain_bytes, options.ratios)
+    print_table("Gradient error, one part in another way", found)
     if options.json:
-        rows = {"correlations": correlations, "allocators": gaps, "derived": derived}
+        rows = {"correlations": correlations, "allocators": gaps, "variants": found}
         options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
 

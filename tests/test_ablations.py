@@ -121,6 +121,8 @@ def test_it_runs_on_a_task(ablations, tmp_path, monkeypatch, capsys):
     rows = json.loads(path.read_text())
     assert [row["metric"] for row in rows["correlations"]] == ["gradient"]
     assert [row["ratio"] for row in rows["allocators"]] == [8.0]
-    assert [row["derived"] for row in rows["derived"]] == ["on", "off"]
-    on, off = rows["derived"]
+    found = {row["variant"]: row for row in rows["variants"]}
+    assert list(found) == list(ablations.VARIANTS)
+    on, off = found["all of it"], found["derived tensors stored"]
     assert 0 < on["measured"] < off["measured"] and on["predicted"] < off["predicted"]
+    assert all(row["measured"] > 0 for row in found.values())
