@@ -72,8 +72,6 @@ def ranks_table(reports: Sequence[MemoryReport]) -> str:
         ],
         7,
         "one plan for all; each rank has its own budget and arena",
-        if same
-        else "ranks stored the last step differently",
     )
 
 
