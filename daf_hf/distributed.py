@@ -78,12 +78,16 @@ class Ranks:
                 self._exchange((f"{type(error).__name__}: {error}", None), raises=False)
 
     def _exchange(self, message: tuple[str | None, Any], raises: bool = True) -> list[Any]:
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, message, self._group)
+        found = self._all(message)
         for rank, (failure, _) in enumerate(found):
             if failure is not None and raises:
                 raise RuntimeError(f"daf_hf: training ends, for rank {rank} failed: {failure}")
         return [value for _, value in found]
+
+    def _all(self, value: Any) -> list[Any]:
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, self._group)
+        return found
 
     def broadcast(self, value: Any, rank: int) -> Any:
         """What one of the ranks has."""

@@ -13,6 +13,7 @@ from .allocation import Option, lower_hull
 from .arena import PAGE_COST
 from .codec_times import CodecTimes
 from .codecs import BINARY
+from .distributed import Ranks
 from .dropout import SMALLEST_ELEMENTS
 from .expressions import WITNESSES
 from .kernels.noise import STATE_BYTES
@@ -147,6 +148,10 @@ class Planner:
             site.distortions = {c: site.distortions[c] for c, _ in site.candidates}
             self.compressor.placement.calibrated = True
         self.forget()
+
+    def share_times(self, ranks: Ranks) -> None:
+        """Let the first rank's clock stand for all: plans must not differ by it."""
+        self._times.known = ranks.broadcast(self._times.known, 0)
 
     def plan(self, key: Any, batch: Batch, limit_bytes: float | None = None) -> Plan:
         """The plan for inputs of this signature and size, under the budget or another limit."""

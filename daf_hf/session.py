@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -176,8 +177,7 @@ class Session:
             if terms.due:
                 self._calibrate(original, inputs, batch=terms.batch)
             compressor.rows = Rows(inputs) if self.config.skip_padding else None
-            # Ranks whose inputs differ in shape have one plan, by their common size.
-            current.key = signature(inputs) if self.ranks.alone else ()
+            current.key = self._key(inputs)
             current.plan = self.planner.plan(current.key, terms.batch, terms.limit_bytes)
             self._judge(current)
             self.planner.apply(current.plan)
@@ -213,14 +213,13 @@ class Session:
             changed = bool(self.compressor.unplanned) and not self._calibration_failed
             due = math.isfinite(limit) and self.schedule.due(self.step, changed)
         planned = undecided or math.isfinite(limit)
-        return Terms(
-            Rows(inputs).batch if planned else batch_of(inputs),
-            limit,
-            due,
-            self.recall is not None,
-            undecided,
-            self._wanted_bytes(),
-        ).agreed(self.ranks)
+        batch = Rows(inputs).batch if planned else batch_of(inputs)
+        recalls, wanted = self.recall is not None, self._wanted_bytes()
+        return Terms(batch, limit, due, recalls, undecided, wanted).agreed(self.ranks)
+
+    def _key(self, inputs: Inputs) -> tuple[Any, ...]:
+        """What plans are known by. Ranks whose inputs differ in shape have one for all."""
+        return signature(inputs) if self.ranks.alone else ()
 
     def _recall(self, original: Callable[..., Any], inputs: Inputs) -> None:
         """Take up what an earlier session has learnt, on each rank that has something of it."""
@@ -288,11 +287,8 @@ class Session:
         """
         logger.info("daf_hf: calibrating at step %d", self.step)
         anew = self.schedule.anew(self.step)
-        outcome = pool(
-            self.ranks,
-            self.compressor.tracker,
-            lambda: measure(Calibration(self.compressor, original, inputs, limit_bytes, anew)),
-        )
+        work = partial(Calibration, self.compressor, original, inputs, limit_bytes, anew)
+        outcome = pool(self.ranks, self.compressor.tracker, lambda: measure(work()))
         if not outcome.trains:
             return  # the next forward pass may be the one that trains
         self._calibration_failed = bool(outcome.failure)
@@ -307,6 +303,7 @@ class Session:
         self.schedule.done(self.step, outcome.seconds)
         self.planner.token_seconds = outcome.token_seconds or self.planner.token_seconds
         self.planner.learn_candidates(batch or Rows(inputs).batch)
+        self.planner.share_times(self.ranks)
 
     def _take_recommended(self, original: Callable[..., Any], inputs: Inputs, terms: Terms) -> None:
         """Let a calibration choose the budget; none is taken where nothing can be measured yet.
@@ -325,8 +322,7 @@ class Session:
                 "says why). Use a number of MB, or shorter sequences."
             )
         if compressor.placement.calibrated:
-            key = signature(inputs) if self.ranks.alone else ()
-            sweep = BudgetSweep(self.planner, key, terms.batch)
+            sweep = BudgetSweep(self.planner, self._key(inputs), terms.batch)
             self.budget.recommend(sweep.recommend(self._calibration_needs))
         compressor.ledger.planning_seconds += perf_counter() - began
 
