@@ -2,9 +2,9 @@
 
 Each rank has its own arena. What plans follow from is the same on all of them (see
 :mod:`daf_hf.agreement` and :mod:`daf_hf.pooling`). Ranks talk in forward passes that all of them
-make at the same time: those inside ``DistributedDataParallel.forward``, and those of a model that
-FSDP shards. Any other forward pass is a rank's own affair, also where ``torch.distributed`` is
-initialised: ranks may well train different models.
+make at the same time: those inside ``DistributedDataParallel.forward`` of a model in training
+mode, and those of a model that FSDP shards. Any other forward pass is a rank's own affair, also
+where ``torch.distributed`` is initialised: ranks may well train different models.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 Value = TypeVar("Value")
@@ -73,7 +72,7 @@ class Ranks:
 
     def fail(self, error: BaseException | None) -> None:
         """In place of :meth:`gather`: tell the others, who wait there, what went wrong here."""
-        if not self.alone:
+        if not self.alone and isinstance(error, Exception):
             with suppress(RuntimeError):  # they may be gone already
                 self._exchange((f"{type(error).__name__}: {error}", None), raises=False)
 
@@ -123,6 +122,8 @@ def needs_others(model: nn.Module) -> str:
 
 
 def _is_sharded(model: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # they take a while
+
     return any(isinstance(m, (FSDPModule, FullyShardedDataParallel)) for m in model.modules())
 
 
@@ -134,8 +135,9 @@ def trained_module(model: nn.Module) -> nn.Module:
 def _group_of(model: nn.Module) -> dist.ProcessGroup | None:
     ddp = DistributedDataParallel._get_active_ddp_module()
     if ddp is not None and any(module is model for module in ddp.modules()):
-        # Inside `join`, ranks whose data have ended make no forward pass any more.
-        return None if ddp._join_config.enable else ddp.process_group
+        # Some may evaluate alone; inside `join`, those whose data have ended make no more passes.
+        together = model.training and not ddp._join_config.enable
+        return ddp.process_group if together else None
     return dist.group.WORLD if _is_sharded(model) else None
 
 

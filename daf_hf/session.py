@@ -329,7 +329,7 @@ class Session:
     def _judge(self, first: _Pass) -> None:
         """Warn of a harmful error: of the first plan, and of the first under a lower budget."""
         measured = self.compressor.placement.calibrated and self.config.importance == "gradient"
-        limit = math.inf if first.plan is None else first.plan.limit_bytes
+        limit = self.compressor.arena.limit_bytes
         if measured and first.plan is not None and limit < self._judged and not self.ranks.rank:
             self._judged = limit
             sweep = BudgetSweep(self.planner, first.key, first.plan.batch)
