@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import time
 import traceback
 from datetime import timedelta
@@ -49,7 +50,7 @@ def on_ranks(tmp_path, scenario, *args, size=2, fails=False):
 def _result(pipe, fails):
     assert pipe.poll(TIMEOUT), "the ranks wait for each other"
     try:
-        failure, value = pipe.recv()
+        failure, value = pickle.loads(pipe.recv_bytes())
     except EOFError:
         return "ended without a word"
     if failure is not None and not fails:
@@ -59,16 +60,19 @@ def _result(pipe, fails):
 
 def _rank(pipe, rank, size, meeting, scenario, args):
     # As torchrun has it, for those that ask.
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+    for name, value in (("RANK", rank), ("WORLD_SIZE", size)):
+        os.environ[name] = os.environ[f"LOCAL_{name}"] = str(value)
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # nobody has to meet there
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(meeting)), size)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT)
     )
     try:
-        pipe.send((None, scenario(rank, *args)))
+        # Plain pickles: tensors do not stay in a process that ends.
+        pipe.send_bytes(pickle.dumps((None, scenario(rank, *args))))
     except BaseException:
-        pipe.send((traceback.format_exc(), None))
+        pipe.send_bytes(pickle.dumps((traceback.format_exc(), None)))
         os._exit(1)  # as a process does that nobody waits for
     dist.barrier()  # nobody leaves while another one talks to him
     dist.destroy_process_group()

@@ -69,7 +69,7 @@ def train(rank, options, steps, micro_batches=1, **ddp_options):
             daf.step()
             assert nothing_held(daf._session.compressor)
             plans.append(daf._session.last_plan and facts(daf))
-    return first, weights(model), plans, daf
+    return first, weights(model), plans, daf, daf and daf.report
 
 
 VARIANTS = {
@@ -99,8 +99,8 @@ def test_without_a_budget_ddp_trains_as_it_does_alone(tmp_path):
 def plans_of(rank, options):
     exact, *_ = train(rank, None, 1, **options)
     steps = {"budget_mb": BUDGET, "calibrate_at": (0, 2)}
-    first, end, plans, daf = train(rank, steps, 4, **options)
-    session, report = daf._session, daf.report
+    first, end, plans, daf, report = train(rank, steps, 4, **options)
+    session = daf._session
     names = [site.name for site in session.compressor.tracker.sites.values()]
     error = relative_error(first, exact)
     return error, end, plans, names, report, session.schedule.calibrated_at
@@ -121,8 +121,8 @@ def test_under_a_budget_all_ranks_have_one_plan(variant, tmp_path):
 
 
 def recommends(rank):
-    _, _, plans, daf = train(rank, {"budget_mb": "recommended"}, 2)
-    return daf.report.budget_bytes, plans
+    _, _, plans, _, report = train(rank, {"budget_mb": "recommended"}, 2)
+    return report.budget_bytes, plans
 
 
 @pytest.mark.supports("Distributed", "DDP: budget_mb='recommended'")
@@ -188,14 +188,14 @@ def fails(rank, where):
 @pytest.mark.parametrize(
     ("where", "words"),
     [
-        ("calibration", "LookupError: 'nothing is known of it'"),
+        ("calibration", "LookupError: nothing is known of it"),
         ("forward", "IndexError: Target"),
     ],
 )
 def test_a_rank_that_fails_tells_the_others(where, words, tmp_path):
     one, other = on_ranks(tmp_path, fails, where, fails=True)
-    assert "training ends, for rank 1 failed: " in one and words.split(": ")[1] in one
-    assert words.split(": ")[1].strip("'") in other and "training ends" not in other
+    assert f"training ends, for rank 1 failed: {words}" in one
+    assert words in other and "training ends" not in other
 
 
 @pytest.mark.supports("Distributed", "DDP: a rank that fails")
