@@ -22,6 +22,7 @@ from daf_hf.checkpoint import restore as restore_state
 from daf_hf.checkpoint import save as save_state
 from daf_hf.config import DAFConfig
 from daf_hf.plan_table import plan_table
+from daf_hf.reporting import ranks_table
 from daf_hf.session import Session
 
 logger = logging.getLogger("daf_hf")
@@ -55,6 +56,7 @@ class DAFCallback(TrainerCallback):
         self._session: Session | None = None
         self._optimizer: Any = None
         self._report = MemoryReport(budget_bytes=self.config.budget_bytes)
+        self._reports: tuple[MemoryReport, ...] = ()
         self._covers_loss = False
         self._shown = False
         self._unguard: list[Callable[[], None]] = []
@@ -65,6 +67,14 @@ class DAFCallback(TrainerCallback):
         if self._session is not None:
             self._report = self._session.report(self._optimizer)
         return self._report
+
+    @property
+    def reports(self) -> tuple[MemoryReport, ...]:
+        """After training in several processes every rank's report, on each of them.
+
+        At any other time this process's alone.
+        """
+        return self._reports or (self.report,)
 
     def set_budget(self, budget_mb: float | str) -> None:
         """Change the budget, in MB of 10^6 bytes, from any thread at any moment.
@@ -97,6 +107,7 @@ class DAFCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._close()
+        self._reports = ()
         self._move_to_front()
         if getattr(args, "label_smoothing_factor", 0) and not self._covers_loss:
             logger.warning(
@@ -160,9 +171,13 @@ class DAFCallback(TrainerCallback):
         if self._session is None:
             return
         self._optimizer = kwargs.get("optimizer", self._optimizer)
+        ranks = self._session.met
         self._close()
+        self._reports = tuple(ranks.gather(lambda: self._report))
         if state.is_world_process_zero:
             trainer_logger.warning("\n%s", self._report)
+            if not ranks.alone:
+                trainer_logger.warning("\n%s", ranks_table(self._reports))
 
     # Beginning and end -------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
 """What a training has learnt, beside its checkpoints: budget, importances, plan.
 
-A save site's key holds code objects, which another process does not have; its name is the same
-there. So the first forward pass after a resumption is preceded by one over a few tokens, in which
-the sites are seen and get back what was known of them. Nothing is measured again.
+A save site's key holds code objects, which another process does not have; its place
+(:mod:`daf_hf.places`) is the same there. So the first forward pass after a resumption is preceded
+by one over a few tokens, in which the sites are seen and get back what was known of them. Nothing
+is measured again.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .batches import Inputs
 from .calibration import Calibration, CalibrationError, NothingToMeasureError
 from .codecs import Codec
 from .kernels.format import Codebook, Granularity, Statistics
+from .places import Place, place_of
 from .session import Session
 from .sites import Batch, Live, Probed, SaveSite
 
@@ -41,7 +43,7 @@ _PLANNER = ("_corrections", "_overlap", "token_seconds")
 _OPTIONS = ("bits", "importance", "codec", "include", "exclude", "skip_padding", "derive")
 """What was measured holds under these options alone."""
 
-_PARTS = [list(names) for names in (_FIELDS, _SESSION, _SCHEDULE, _PLACEMENT, _PLANNER)]
+_PARTS = [["place"], *map(list, (_FIELDS, _SESSION, _SCHEDULE, _PLACEMENT, _PLANNER))]
 
 _CLASSES = (Batch, Codebook, Granularity, Live, Probed, Statistics)
 
@@ -88,6 +90,7 @@ def restore(session: Session, folder: str | os.PathLike[str]) -> bool:
 
 def _state(session: Session) -> dict[str, Any]:
     compressor = session.compressor
+    places = {site: place_of(key) for key, site in compressor.tracker.sites.items()}
     return {
         "parts": _PARTS,
         "options": _options(session),
@@ -96,7 +99,7 @@ def _state(session: Session) -> dict[str, Any]:
         "schedule": {name: getattr(session.schedule, name) for name in _SCHEDULE},
         "placement": {name: getattr(compressor.placement, name) for name in _PLACEMENT},
         "planner": {name: getattr(session.planner, name) for name in _PLANNER},
-        "sites": {site.name: _site_state(site) for site in compressor.tracker.sites.values()},
+        "sites": {place: _site_state(site, places) for site, place in places.items()},
     }
 
 
@@ -104,11 +107,11 @@ def _options(session: Session) -> dict[str, str]:
     return {name: str(getattr(session.config, name)) for name in _OPTIONS}
 
 
-def _site_state(site: SaveSite) -> dict[str, Any]:
+def _site_state(site: SaveSite, places: dict[SaveSite, Place]) -> dict[str, Any]:
     state = {name: getattr(site, name) for name in _FIELDS}
     state["candidates"] = [(_codec_state(codec), bits) for codec, bits in site.candidates]
     state["distortions"] = [(_codec_state(c), values) for c, values in site.distortions.items()]
-    state["shared_by"] = sorted(other.name for other in site.shared_by)
+    state["shared_by"] = [places[other] for other in site.shared_by if other in places]
     return state
 
 
@@ -128,9 +131,9 @@ def _recall(
     except CalibrationError as error:
         logger.warning("daf_hf: nothing was taken from the checkpoint: %s", str(error))
         return True
-    sites = {site.name: site for site in compressor.tracker.sites.values()}
-    for name, known in state["sites"].items():
-        site = sites.get(name)
+    sites = {place_of(key): site for key, site in compressor.tracker.sites.items()}
+    for place, known in state["sites"].items():
+        site = sites.get(place)
         if site is not None and site.consumers <= known["consumers"]:
             _restore_site(site, known, sites)
     for part, kept in (
@@ -145,7 +148,7 @@ def _recall(
     return True
 
 
-def _restore_site(site: SaveSite, known: dict[str, Any], sites: dict[str, SaveSite]) -> None:
+def _restore_site(site: SaveSite, known: dict[str, Any], sites: dict[Place, SaveSite]) -> None:
     codecs: dict[Any, Codec] = {}
 
     def codec(state: Any) -> Codec:
@@ -156,7 +159,7 @@ def _restore_site(site: SaveSite, known: dict[str, Any], sites: dict[str, SaveSi
         setattr(site, name, known[name])
     site.distortions = {codec(state): values for state, values in known["distortions"]}
     site.candidates = [(codec(state), bits) for state, bits in known["candidates"]]
-    site.shared_by = {sites[name] for name in known["shared_by"] if name in sites}
+    site.shared_by = {sites[place] for place in known["shared_by"] if place in sites}
 
 
 def _identity(state: Any) -> tuple[Any, ...]:

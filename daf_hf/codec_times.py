@@ -26,20 +26,23 @@ class CodecTimes:
     Args:
         backend: the kernels.
         device: where elements are.
+
+    Attributes:
+        known: sizes and times of what was measured.
     """
 
     def __init__(self, backend: Any, device: torch.device) -> None:
         self._backend = backend
         self._device = device
-        self._known: dict[tuple[Any, ...], tuple[list[int], list[float]]] = {}
+        self.known: dict[tuple[Any, ...], tuple[list[int], list[float]]] = {}
 
     def seconds(self, codec: Codec, bits: int, numel: int, dtype: torch.dtype) -> float:
         """Of encoding ``numel`` elements once and restoring them once."""
         book = codec.book
         key = codec.granularity, book.statistics, book.lut is None, bits, dtype
-        if key not in self._known:
-            self._known[key] = self._measure(codec, bits, dtype)
-        sizes, times = self._known[key]
+        if key not in self.known:
+            self.known[key] = self._measure(codec, bits, dtype)
+        sizes, times = self.known[key]
         return float(np.interp(numel, sizes, times)) * max(1.0, numel / sizes[-1])
 
     def _measure(

@@ -23,9 +23,10 @@ from .host_memory import short_lived_blocks
 from .planning import Plan, Planner
 from .rows import Rows
 from .saved_tensors import Compressor
-from .session import Session, require_trained
+from .session import Session
 from .sites import Batch
 from .tables import megabytes
+from .trained import require_trained
 
 ROWS = 12
 """Intervals of the table, from the least to what plain training holds, when none are given."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from .accounting import MemoryReport
 from .config import DAFConfig
+from .distributed import trained_module
 from .session import Session
 
 _SESSIONS: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
@@ -27,7 +28,8 @@ class compress_activations:
     step: importances are measured once and an infeasible budget is always refused.
 
     Args:
-        model: the module whose calls are compressed.
+        model: the module whose calls are compressed. Of ``DistributedDataParallel`` it is the one
+            inside, whose names ``include`` and ``exclude`` go by.
         config: a :class:`DAFConfig`, a mapping, or the path of a JSON or YAML file.
         **options: options by name; they replace those of ``config``.
 
@@ -46,6 +48,7 @@ class compress_activations:
 
     def __init__(self, model: nn.Module, config: Any = None, **options: Any) -> None:
         built = DAFConfig.build(config, **options)
+        model = trained_module(model)
         session = _SESSIONS.get(model)
         if session is None or session.config != built:
             if Session.of(model) is not None:

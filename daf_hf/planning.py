@@ -13,6 +13,7 @@ from .allocation import Option, lower_hull
 from .arena import PAGE_COST
 from .codec_times import CodecTimes
 from .codecs import BINARY
+from .distributed import Ranks
 from .dropout import SMALLEST_ELEMENTS
 from .expressions import WITNESSES
 from .kernels.noise import STATE_BYTES
@@ -42,6 +43,7 @@ class Plan:
         least_bytes: what the smallest plan for the batch takes.
         least_seconds: where it does not keep to the time budget, what a plan of these bytes takes
             at the least; else None.
+        limit_bytes: what it was made for.
     """
 
     batch: Batch
@@ -51,6 +53,7 @@ class Plan:
     binary_elements: int = 0
     least_bytes: int = 0
     least_seconds: float | None = None
+    limit_bytes: float = math.inf
 
     @property
     def mean_bits(self) -> float:
@@ -146,10 +149,15 @@ class Planner:
             self.compressor.placement.calibrated = True
         self.forget()
 
-    def plan(self, key: Any, batch: Batch) -> Plan:
-        """The plan for inputs of this signature and size."""
+    def share_times(self, ranks: Ranks) -> None:
+        """Let the first rank's clock stand for all: plans must not differ by it."""
+        self._times.known = ranks.broadcast(self._times.known, 0)
+
+    def plan(self, key: Any, batch: Batch, limit_bytes: float | None = None) -> Plan:
+        """The plan for inputs of this signature and size, under the budget or another limit."""
         self._count_forward()
-        limit = self.compressor.arena.limit_bytes / self._overlap
+        limit = self.compressor.arena.limit_bytes if limit_bytes is None else limit_bytes
+        limit /= self._overlap
         missed = self._correction(key, batch, limit)
         case = (key, batch, limit, missed)
         plan = self._plans.get(case)
@@ -171,8 +179,7 @@ class Planner:
         That depends on the plan a little. So each budget has a correction of its own, and one that
         was never met before takes the last one learnt.
         """
-        missed = wanted_bytes - plan.nbytes
-        limit = self.compressor.arena.limit_bytes
+        missed, limit = wanted_bytes - plan.nbytes, plan.limit_bytes
         if self._overlap == 1:
             known = self._correction(key, plan.batch, limit)
             known += missed if abs(missed) > 0.002 * limit else 0
@@ -253,6 +260,7 @@ class Planner:
             choices.binary_elements,
             choices.least_bytes,
             least_seconds,
+            limit_bytes,
         )
 
     def _tell_of_time(self, plan: Plan) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from .accounting import MemoryReport, ResidentPeak, SiteReport
 from .saved_tensors import Compressor
+from .tables import measured, megabytes, render_table
 
 
 def memory_report(
@@ -48,6 +49,29 @@ def memory_report(
         demotions=compressor.arena.demotions,
         counts=dict(ledger.counts),
         sites=tuple(_site_reports(compressor)),
+    )
+
+
+def ranks_table(reports: Sequence[MemoryReport]) -> str:
+    """What each rank has held: one row a rank, in MB of 10^6 bytes."""
+    return render_table(
+        "daf_hf: memory by rank",
+        ("rank", "budget MB", "held MB", "plain MB", "ratio", "bits", "error", "RSS MB"),
+        [
+            (
+                str(rank),
+                megabytes(report.budget_bytes),
+                megabytes(report.held_bytes_peak),
+                megabytes(report.plain_bytes),
+                f"{report.ratio:.1f}",
+                f"{report.mean_bits:.2f}",
+                measured(report.predicted_gradient_error),
+                megabytes(report.peak_rss_bytes),
+            )
+            for rank, report in enumerate(reports)
+        ],
+        7,
+        "one plan for all; each rank has its own budget and arena",
     )
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -16,19 +18,24 @@ import torch._functorch.config as functorch_config
 from torch import nn
 
 from .accounting import MemoryReport, ResidentPeak
+from .agreement import Terms
 from .arena import PAGE_COST
-from .batches import Inputs, signature
+from .batches import Inputs, batch_of, signature
 from .budget import Budget
 from .budgets import BudgetSweep, probe_room
-from .calibration import Calibration, CalibrationError, NothingToMeasureError
+from .calibration import Calibration
 from .calibration_schedule import CalibrationSchedule
 from .config import RECOMMENDED, DAFConfig
+from .distributed import ALONE, needs_others, ranks_of
 from .forward import wrap_forward
-from .host_memory import short_lived_blocks, trim_heap, tune_malloc
+from .host_memory import trim_heap, tune_malloc
 from .planning import Plan, Planner
+from .pooling import Outcome, measure, pool
 from .reporting import memory_report
 from .rows import Rows
 from .saved_tensors import Compressor
+from .sites import Batch
+from .trained import require_trained, touch_weights
 from .vocabulary import chunk_losses
 
 logger = logging.getLogger("daf_hf")
@@ -44,6 +51,7 @@ class _Pass:
         scope: what is to be left at its end.
         key, plan: the inputs' signature, and the plan for them; None without a budget.
         held, demoted, limits: the arena's bytes, demoted pages and changes of its limit before it.
+        tells: whether its failure is to be told to the other ranks, or theirs to be heard of.
     """
 
     scope: ExitStack = field(default_factory=ExitStack)
@@ -52,6 +60,7 @@ class _Pass:
     held: int = 0
     demoted: int = 0
     limits: int = 0
+    tells: bool = False
 
 
 class Session:
@@ -68,6 +77,8 @@ class Session:
         schedule: when a calibration is due.
         recall: before the next forward pass, takes up what an earlier session has learnt; False
             when that must wait for another one.
+        ranks: that make the present forward pass, or the last one, together.
+        met: the last that were more than one.
     """
 
     def __init__(self, model: nn.Module, config: DAFConfig) -> None:
@@ -76,6 +87,7 @@ class Session:
         self.planner = Planner(self.compressor)
         self.budget = Budget(config, self.compressor, self.planner)
         self.installed = False
+        self.ranks = self.met = ALONE
         self.step = 0
         self._last_pass: _Pass | None = None
         self._unlearnt: _Pass | None = None
@@ -151,27 +163,22 @@ class Session:
         """Of :mod:`daf_hf.forward`: calibrate if it is due, plan, enter the hooks' scope."""
         compressor = self.compressor
         current = _Pass()
-        if self.recall is not None:
-            compressor.begin_forward()
-            if self.recall(original, inputs):
-                self.recall = None
-        if self.budget.undecided:
-            self._take_recommended(original, inputs)
-        if math.isinf(compressor.arena.limit_bytes):
+        self.ranks = ranks_of(compressor.model)
+        self.met = self.met if self.ranks.alone else self.ranks
+        terms = self._terms(original, inputs)
+        if math.isinf(terms.limit_bytes):
             self._unlearnt = None
             compressor.learn_parameters()
         else:
             began = perf_counter()
             compressor.begin_forward()
-            self._learn_from_last_pass()
+            self._learn_from_last_pass(terms.wanted_bytes)
             current.limits = compressor.arena.limits_set
-            changed = bool(compressor.unplanned) and not self._calibration_failed
-            if self.schedule.due(self.step, changed):
-                self._calibrate(original, inputs)
-            rows = Rows(inputs)
-            compressor.rows = rows if self.config.skip_padding else None
-            current.key = signature(inputs)
-            current.plan = self.planner.plan(current.key, rows.batch)
+            if terms.due:
+                self._calibrate(original, inputs, batch=terms.batch)
+            compressor.rows = Rows(inputs) if self.config.skip_padding else None
+            current.key = self._key(inputs)
+            current.plan = self.planner.plan(current.key, terms.batch, terms.limit_bytes)
             self._judge(current)
             self.planner.apply(current.plan)
             arena = compressor.arena
@@ -181,10 +188,51 @@ class Session:
             # the planner shares it out among them from now on.
             first = not self._steps_here and not current.held
             compressor.placement.refuses = first and self.config.on_overflow == "error"
+            current.tells = not self._steps_here
             compressor.ledger.planning_seconds += perf_counter() - began
         if not compressor.active or compressor.shadowed:
             current.scope.enter_context(compressor.scope())
         return current
+
+    def _terms(self, original: Callable[..., Any], inputs: Inputs) -> Terms:
+        """What this pass goes by, once what is to be had beforehand is there."""
+        terms = self._agree(inputs)
+        if terms.recalls:
+            self._recall(original, inputs)
+            terms = self._agree(inputs)
+        if terms.undecided:
+            self._take_recommended(original, inputs, terms)
+            terms = self._agree(inputs)
+        return terms
+
+    def _agree(self, inputs: Inputs) -> Terms:
+        limit, undecided = self.compressor.arena.limit_bytes, self.budget.undecided
+        if undecided:
+            due = self.schedule.calibrated_at is None
+        else:
+            changed = bool(self.compressor.unplanned) and not self._calibration_failed
+            due = math.isfinite(limit) and self.schedule.due(self.step, changed)
+        planned = undecided or math.isfinite(limit)
+        batch = Rows(inputs).batch if planned else batch_of(inputs)
+        recalls, wanted = self.recall is not None, self._wanted_bytes()
+        return Terms(batch, limit, due, recalls, undecided, wanted).agreed(self.ranks)
+
+    def _key(self, inputs: Inputs) -> tuple[Any, ...]:
+        """What plans are known by. Ranks whose inputs differ in shape have one for all."""
+        return signature(inputs) if self.ranks.alone else ()
+
+    def _recall(self, original: Callable[..., Any], inputs: Inputs) -> None:
+        """Take up what an earlier session has learnt, on each rank that has something of it."""
+
+        def recall() -> Outcome:
+            self.compressor.begin_forward()
+            alone = not needs_others(self.compressor.model)
+            if self.recall is not None and (not alone or self.recall(original, inputs)):
+                self.recall = None
+            return Outcome()
+
+        pool(self.ranks, self.compressor.tracker, recall)
+        self.planner.forget()
 
     def end_pass(self, current: _Pass, completed: bool) -> None:
         """Of :mod:`daf_hf.forward`: leave the scope, and learn from a pass that was completed.
@@ -195,10 +243,15 @@ class Session:
         current.scope.close()
         self.compressor.rows = None
         error = self.compressor.placement.take_refusal()
-        if not completed or current.key is None:
+        ranks = self.ranks if current.tells else ALONE
+        if not completed:
+            return ranks.fail(sys.exc_info()[1])
+        if current.key is None:
             return
         if error is not None:
+            ranks.fail(error)
             raise error
+        ranks.gather(lambda: None)
         self._last_pass = self._unlearnt = current
 
     @property
@@ -206,48 +259,53 @@ class Session:
         """The plan of the last pass that was completed."""
         return self._last_pass.plan if self._last_pass is not None else None
 
-    def _learn_from_last_pass(self) -> None:
-        """Tell the planner what the last pass, and a loss outside the model, really wanted."""
+    def _wanted_bytes(self) -> int | None:
+        """What the last pass, and a loss outside the model, really wanted."""
         last, arena = self._unlearnt, self.compressor.arena
-        self._unlearnt = None
-        if last is None or last.limits != arena.limits_set:
-            return  # what a change of the budget did to it will not come again
-        if last.plan is not None and not last.held and not arena.held_bytes:
-            demoted = arena.demoted_pages - last.demoted
-            wanted = self.compressor.ledger.pass_peak + demoted * PAGE_COST
-            self.planner.learn_from(last.key, last.plan, wanted)
+        if last is None or last.plan is None or last.limits != arena.limits_set:
+            return None  # what a change of the budget did to it will not come again
+        if last.held or self.compressor.held_bytes():
+            return None
+        demoted = arena.demoted_pages - last.demoted
+        return self.compressor.ledger.pass_peak + demoted * PAGE_COST
+
+    def _learn_from_last_pass(self, wanted_bytes: int | None) -> None:
+        last, self._unlearnt = self._unlearnt, None
+        if wanted_bytes is not None and last is not None and last.plan is not None:
+            self.planner.learn_from(last.key, last.plan, wanted_bytes)
 
     def _calibrate(
-        self, original: Callable[..., Any], inputs: Inputs, limit_bytes: float | None = None
+        self,
+        original: Callable[..., Any],
+        inputs: Inputs,
+        limit_bytes: float | None = None,
+        batch: Batch | None = None,
     ) -> None:
-        """Measure importances, holding at most so many bytes (the budget where None)."""
-        self.compressor.release_idle()  # what is kept exactly for the probe needs the room
-        began = perf_counter()
+        """Measure importances, holding at most so many bytes (the budget where None).
+
+        All ranks do; afterwards they know the same. ``batch`` is what options are judged for.
+        """
         logger.info("daf_hf: calibrating at step %d", self.step)
         anew = self.schedule.anew(self.step)
-        calibration = Calibration(self.compressor, original, inputs, limit_bytes, anew)
-        try:
-            with short_lived_blocks():
-                calibration.run()
-        except NothingToMeasureError:
+        work = partial(Calibration, self.compressor, original, inputs, limit_bytes, anew)
+        outcome = pool(self.ranks, self.compressor.tracker, lambda: measure(work()))
+        if not outcome.trains:
             return  # the next forward pass may be the one that trains
-        except CalibrationError as error:
-            # Its text alone: whoever keeps the record would keep the graph by the traceback.
-            logger.warning("daf_hf: no calibration at step %d: %s", self.step, str(error))
+        self._calibration_failed = bool(outcome.failure)
+        if outcome.failure:
+            log = logger.info if self.ranks.rank else logger.warning
+            log("daf_hf: no calibration at step %d: %s", self.step, outcome.failure)
             placement = self.compressor.placement
             placement.frugal = not placement.calibrated
-            self._calibration_failed = True
         else:
-            self._calibration_failed = False
-            self._calibration_needs = calibration.least_bytes
-            logger.info("daf_hf: calibrated in %.1f s", perf_counter() - began)
-        finally:
-            self.compressor.unplanned.clear()
-        self.schedule.done(self.step, perf_counter() - began)
-        self.planner.token_seconds = calibration.token_seconds or self.planner.token_seconds
-        self.planner.learn_candidates(Rows(inputs).batch)
+            self._calibration_needs = outcome.least_bytes
+            logger.info("daf_hf: calibrated in %.1f s", outcome.seconds)
+        self.schedule.done(self.step, outcome.seconds)
+        self.planner.token_seconds = outcome.token_seconds or self.planner.token_seconds
+        self.planner.learn_candidates(batch or Rows(inputs).batch)
+        self.planner.share_times(self.ranks)
 
-    def _take_recommended(self, original: Callable[..., Any], inputs: Inputs) -> None:
+    def _take_recommended(self, original: Callable[..., Any], inputs: Inputs, terms: Terms) -> None:
         """Let a calibration choose the budget; none is taken where nothing can be measured yet.
 
         Raises:
@@ -256,15 +314,15 @@ class Session:
         compressor = self.compressor
         began = perf_counter()
         compressor.begin_forward()
-        if self.schedule.calibrated_at is None:
-            self._calibrate(original, inputs, probe_room(compressor.device))
+        if terms.due:
+            self._calibrate(original, inputs, probe_room(compressor.device), terms.batch)
         if self._calibration_failed and not compressor.placement.calibrated:
             raise RuntimeError(
                 f"budget_mb={RECOMMENDED!r}: nothing could be measured (the warning before this "
                 "says why). Use a number of MB, or shorter sequences."
             )
         if compressor.placement.calibrated:
-            sweep = BudgetSweep(self.planner, signature(inputs), Rows(inputs).batch)
+            sweep = BudgetSweep(self.planner, self._key(inputs), terms.batch)
             self.budget.recommend(sweep.recommend(self._calibration_needs))
         compressor.ledger.planning_seconds += perf_counter() - began
 
@@ -272,7 +330,7 @@ class Session:
         """Warn of a harmful error: of the first plan, and of the first under a lower budget."""
         measured = self.compressor.placement.calibrated and self.config.importance == "gradient"
         limit = self.compressor.arena.limit_bytes
-        if measured and first.plan is not None and limit < self._judged:
+        if measured and first.plan is not None and limit < self._judged and not self.ranks.rank:
             self._judged = limit
             sweep = BudgetSweep(self.planner, first.key, first.plan.batch)
             sweep.warn_of(first.plan, limit, self._calibration_needs)
@@ -335,28 +393,3 @@ class Session:
         else:
             error = math.nan
         return memory_report(self.compressor, error, self._resident, optimizer)
-
-
-def require_trained(model: nn.Module) -> None:
-    """See that there is something to train.
-
-    Raises:
-        ValueError: when no parameter of the model requires a gradient.
-    """
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError(
-            "the model has no parameter with requires_grad=True: nothing is saved for "
-            "backward, so there is nothing to compress. Add an adapter (peft.get_peft_model) "
-            "or unfreeze parameters first."
-        )
-
-
-def touch_weights(model: nn.Module) -> None:
-    """Read a word of every page of the weights.
-
-    Weights that are mapped from a file become resident with their first use, which is not to be
-    taken for memory that training took.
-    """
-    for parameter in model.parameters():
-        if parameter.device.type == "cpu" and parameter.is_contiguous():
-            parameter.detach().view(-1)[:: 4096 // parameter.element_size()].sum()

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from .allocation import Option
 from .codecs import Codec
+from .places import place_of
 from .tensors import operation
 
 LAYOUT_NODES = frozenset(
@@ -251,6 +252,10 @@ class SiteTracker:
 
     Raises:
         ValueError: for a pattern that no module's name matches.
+
+    Attributes:
+        sites: by key, or by place (:mod:`daf_hf.places`) while other ranks alone have met them.
+        ordinals: how many of each module's.
     """
 
     def __init__(
@@ -274,7 +279,7 @@ class SiteTracker:
                     )
         self._local = threading.local()
         self._removers: list[Callable[[], None]] = []
-        self._ordinals: dict[str, int] = {}
+        self.ordinals: dict[str, int] = {}
 
     def _root(self) -> nn.Module:
         model = self._model()
@@ -353,8 +358,13 @@ class SiteTracker:
         return found if found is not None else self._add(key, call.name)
 
     def _add(self, key: tuple[Any, ...], module: str) -> SaveSite:
-        number = self._ordinals.get(module, 0)
-        self._ordinals[module] = number + 1
+        place = place_of(key)
+        if place in self.sites:  # another rank has met it, and told
+            renamed = {key if k == place else k: site for k, site in self.sites.items()}
+            self.sites = renamed
+            return renamed[key]
+        number = self.ordinals.get(module, 0)
+        self.ordinals[module] = number + 1
         compressible = any(fnmatchcase(module, p) for p in self._include) and not any(
             fnmatchcase(module, p) for p in self._exclude
         )

@@ -77,7 +77,7 @@ def daf_config(args: DAFArguments) -> DAFConfig | None:
 
 
 def train(trainer: Trainer, daf: DAFCallback | None, memory: PeakMemoryCallback) -> None:
-    """Train, and save the metrics, DAF's report and the adapter."""
+    """Train, and save the metrics, DAF's report (the other ranks' beside it) and the adapter."""
     metrics = trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint).metrics
     metrics["train_model_rss_bytes"] = memory.baseline_bytes
     metrics["train_peak_rss_above_model_bytes"] = memory.above_baseline_bytes
@@ -86,7 +86,9 @@ def train(trainer: Trainer, daf: DAFCallback | None, memory: PeakMemoryCallback)
     trainer.save_state()
     trainer.save_model()
     if daf is not None and trainer.is_world_process_zero():
-        daf.report.to_json(Path(trainer.args.output_dir or ".") / "daf_report.json")
+        folder = Path(trainer.args.output_dir or ".")
+        for rank, report in enumerate(daf.reports):
+            report.to_json(folder / (f"daf_report_{rank}.json" if rank else "daf_report.json"))
 
 
 def show_daf_log() -> None:
