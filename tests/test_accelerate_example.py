@@ -27,7 +27,7 @@ OPTIONS = ("--batch_size", "16", "--learning_rate", "0.02", "--epochs", "2")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny model with its tokenizer, and sentences that one word decides."""
+    """A tiny model with its tokenizer, and sentences that some words decide."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -51,10 +51,10 @@ def folder(tmp_path_factory):
     for name, rows in (("train", 320), ("dev", 64)):
         lines = ["sentence\tlabel"]
         for index in range(rows):
-            others = draw.choices(OTHERS, k=draw.randint(6, 12))
-            place = draw.randrange(len(others))
-            others[place] = draw.choice((BAD, GOOD)[index % 2])
-            lines.append(f"{' '.join(others)}\t{index % 2}")
+            others = draw.choices(OTHERS, k=draw.randint(3, 6))
+            telling = draw.choices((BAD, GOOD)[index % 2], k=4)
+            text = " ".join(draw.sample([*others, *telling], len(others) + 4))
+            lines.append(f"{text}\t{index % 2}")
         (path / f"{name}.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
