@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from cases_trainer import Examples
 from cases_trl import AREA
 from harness import Loop, Run, Subject, Training, case, gradients_of
@@ -68,9 +69,10 @@ def plain() -> Loop:
     )
 
 
-@case(AREA, "accelerate, bf16, two passes a step")
+@case(AREA, "an accelerate loop, two passes a step")
 def accelerated() -> Loop:
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
+    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier test's
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = build("gpt2")
     trained = [p for p in model.parameters() if p.requires_grad]
     data = DataLoader(Examples("gpt2"), batch_size=8)

@@ -44,10 +44,9 @@ def training(loss: str, columns: dict[str, list[Any]], **loss_options: Any) -> T
     model = encoder()
 
     def make(folder, steps, callbacks):
-        options = {k: v for k, v in TRAINING.items() if k != "gradient_checkpointing"}
         return st.SentenceTransformerTrainer(
             model,
-            st.SentenceTransformerTrainingArguments(str(folder), max_steps=steps, **options),
+            st.SentenceTransformerTrainingArguments(str(folder), max_steps=steps, **TRAINING),
             train_dataset=Dataset.from_dict(columns),
             loss=getattr(losses, loss)(model, **loss_options),
             callbacks=callbacks,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from harness import Training, case
-from tiny import VOCABULARY, build
+from tiny import VOCABULARY, build, lora
+from transformers import LlamaForSequenceClassification
 
 AREA = "Others' trainers"
 EXAMPLES = 16
@@ -16,9 +18,9 @@ TRAINING = {
     "save_strategy": "no",
     "disable_tqdm": True,
     "use_cpu": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
 }
+PLAIN = {"bf16": False, "gradient_checkpointing": False}
+"""In place of defaults of TRL's own."""
 
 
 def tokenizer() -> Any:
@@ -79,14 +81,33 @@ def training(name: str, model: Any, data: Any, **options: Any) -> Training:
 
 @case(AREA, "TRL SFTTrainer", needs=("trl",))
 def sft() -> Training:
+    return training("SFT", build("llama"), texts(), **PLAIN)
+
+
+@case(AREA, "TRL SFTTrainer, its defaults (bf16, gradient checkpointing)", needs=("trl",))
+def sft_defaults() -> Training:
     return training("SFT", build("llama"), texts())
+
+
+@case(AREA, "TRL SFTTrainer, label smoothing", needs=("trl",))
+def sft_smoothing() -> Training:
+    return training("SFT", build("llama"), texts(), label_smoothing_factor=0.1, **PLAIN)
 
 
 @case(AREA, "TRL SFTTrainer, packing without padding", needs=("trl",))
 def sft_packing() -> Training:
-    return training("SFT", build("llama"), texts(), packing=True, max_length=32)
+    return training("SFT", build("llama"), texts(), packing=True, max_length=32, **PLAIN)
 
 
 @case(AREA, "TRL DPOTrainer", needs=("trl",))
 def dpo() -> Training:
-    return training("DPO", build("llama"), pairs())
+    return training("DPO", build("llama"), pairs(), **PLAIN)
+
+
+@case(AREA, "TRL RewardTrainer", needs=("trl",))
+def reward() -> Training:
+    config = build("llama").config
+    config.num_labels = 1
+    torch.manual_seed(0)
+    model = lora(LlamaForSequenceClassification(config), ["q_proj", "v_proj"], task_type="SEQ_CLS")
+    return training("Reward", model.train(), pairs(), **PLAIN)
