@@ -66,5 +66,6 @@ def no_hook_is_left():
 
 def pytest_configure(config):
     # peft and TRL still use transformers' old name; Lightning an old one of torch's.
-    for text in ("gradient_checkpointing. is deprecated", "treespec, LeafSpec"):
+    smoothing = "label_smoothing_factor. is deprecated in .SFTTrainer"
+    for text in ("gradient_checkpointing. is deprecated", "treespec, LeafSpec", smoothing):
         config.addinivalue_line("filterwarnings", f"ignore:.*{text}.*:FutureWarning")
