@@ -70,6 +70,8 @@ def training(name: str, model: Any, data: Any, **options: Any) -> Training:
     import trl
 
     def make(folder, steps, callbacks):
+        if "ref" in model.peft_config:  # an earlier DPOTrainer's, which would refuse to add it
+            model.delete_adapter("ref")
         config = getattr(trl, f"{name}Config")
         args = config(output_dir=str(folder), max_steps=steps, **{**TRAINING, **options})
         return getattr(trl, f"{name}Trainer")(
