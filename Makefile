@@ -61,6 +61,7 @@ test-clang: $(STAMP)  ## Test the native code as Clang builds it, then build it 
 
 # In one process: it has to be quiet for resident memory to say something.
 compatibility: $(STAMP)  ## Test what daf_hf works with, and write docs/compatibility.md
+	$(PIP) -c constraints.txt -e ".[compat]"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/compatibility --flat-steps 100 \
 		--write-matrix docs/compatibility.md $(PYTEST_ARGS)
 

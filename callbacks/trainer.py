@@ -6,8 +6,9 @@ import functools
 import inspect
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,12 +26,17 @@ from daf_hf.plan_table import plan_table
 from daf_hf.reporting import ranks_table
 from daf_hf.session import Session
 
+from .loss_watch import LossWatch
+
 logger = logging.getLogger("daf_hf")
 trainer_logger = transformers_logging.get_logger("transformers.trainer")
 
 GUARDED = ("_run_epoch", "training_step")
 """Methods of Trainer inside which an exception ends the compression; some versions lack the first.
 """
+
+NOTABLE_SHARE = 0.05
+"""Of what the model, or the budget, holds: what a loss outside of it may hold without a word."""
 
 Found = TypeVar("Found")
 
@@ -60,6 +66,7 @@ class DAFCallback(TrainerCallback):
         self._covers_loss = False
         self._shown = False
         self._unguard: list[Callable[[], None]] = []
+        self._loss_watch: LossWatch | None = None
 
     @property
     def report(self) -> MemoryReport:
@@ -125,6 +132,8 @@ class DAFCallback(TrainerCallback):
         trainer = _caller(Trainer)
         if trainer is not None:
             self._guard(trainer)
+            if not self._covers_loss:
+                self._watch_loss(trainer)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -138,6 +147,7 @@ class DAFCallback(TrainerCallback):
         if self._session is None:
             return
         self._session.end_step()
+        self._tell_of_loss(self._session)
         if not self._shown and state.is_world_process_zero:
             self._shown = True
             trainer_logger.warning("\n%s", plan_table(self._session))
@@ -146,7 +156,8 @@ class DAFCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        if self._session is not None and args.should_save and folder.is_dir():
+        training = args.should_save and not args.save_only_model
+        if self._session is not None and training and folder.is_dir():
             save_state(self._session, folder)
 
     def on_log(
@@ -198,7 +209,6 @@ class DAFCallback(TrainerCallback):
             original = getattr(trainer, name, None)
             if original is None:
                 continue
-            own = trainer.__dict__.get(name)
 
             @functools.wraps(original)
             def guarded(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
@@ -208,15 +218,48 @@ class DAFCallback(TrainerCallback):
                     self._close()
                     raise
 
-            def restore(name: str = name, own: Any = own, guarded: Any = guarded) -> None:
-                if trainer.__dict__.get(name) is guarded:
-                    if own is None:
-                        delattr(trainer, name)
-                    else:
-                        setattr(trainer, name, own)
+            self._replace(trainer, name, guarded)
 
-            setattr(trainer, name, guarded)
-            self._unguard.append(restore)
+    def _watch_loss(self, trainer: Trainer) -> None:
+        """See in the first step how much a loss outside the model holds."""
+        self._loss_watch = LossWatch()
+        original = trainer.compute_loss_context_manager
+
+        @contextmanager
+        def compute_loss_context_manager() -> Iterator[None]:
+            watch = self._loss_watch
+            with original(), watch.watching() if watch is not None else nullcontext():
+                yield
+
+        self._replace(trainer, "compute_loss_context_manager", compute_loss_context_manager)
+
+    def _tell_of_loss(self, session: Session) -> None:
+        """Warn of a loss outside the model that holds much; then the watch is over."""
+        watch, self._loss_watch = self._loss_watch, None
+        if watch is None:
+            return
+        budget = session.budget.limit_bytes
+        if watch.nbytes > NOTABLE_SHARE * min(budget, session.compressor.ledger.plain_peak):
+            logger.warning(
+                "daf_hf: the loss, computed outside of the model, holds %.3g MB for backward, "
+                "which a callback neither compresses nor counts against the budget; use "
+                "daf_hf.attach(trainer, ...) instead of callbacks=[...]",
+                watch.nbytes / 1e6,
+            )
+
+    def _replace(self, trainer: Trainer, name: str, method: Callable[..., Any]) -> None:
+        """Put a method in a trainer's way, until :meth:`_close`."""
+        own = trainer.__dict__.get(name)
+
+        def restore() -> None:
+            if trainer.__dict__.get(name) is method:
+                if own is None:
+                    delattr(trainer, name)
+                else:
+                    setattr(trainer, name, own)
+
+        setattr(trainer, name, method)
+        self._unguard.append(restore)
 
     def _close(self) -> None:
         """Leave model and trainer as they were; the report stays."""
@@ -279,7 +322,7 @@ def _resumed_from() -> str | None:
     while frame is not None:
         if isinstance(frame.f_locals.get("self"), Trainer):
             found = frame.f_locals.get("resume_from_checkpoint")
-            if isinstance(found, str):
-                return found
+            if isinstance(found, (str, os.PathLike)):
+                return os.fspath(found)
         frame = frame.f_back
     return None

@@ -15,6 +15,7 @@ from .memory_left import MemoryLeft
 from .planning import Planner
 from .saved_tensors import Compressor
 from .schedule import Schedule
+from .user_objects import text_of
 
 logger = logging.getLogger("daf_hf")
 
@@ -120,15 +121,22 @@ class Budget:
                 "asked_bytes": self._asked,
                 "undecided": self.undecided,
                 "scheduled_mb": self.scheduled_mb,
+                "schedule": text_of(self.config.budget_schedule),
             }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on with an earlier run's budget, unless another one was configured since then."""
+        """Go on with an earlier run's budget, unless another one was configured since then.
+
+        What an earlier run's schedule said last is no budget of a run with another schedule.
+        """
         with self._lock:
-            if state["configured_mb"] != self._configured:
+            scheduled = state["scheduled_mb"]
+            by_schedule = scheduled is not None and state["asked_bytes"] == scheduled * 1e6
+            rescheduled = state["schedule"] != text_of(self.config.budget_schedule)
+            if state["configured_mb"] != self._configured or (by_schedule and rescheduled):
                 return
             self.config = self.config.with_budget(state["budget_mb"])
-            self.scheduled_mb = state["scheduled_mb"]
+            self.scheduled_mb = None if rescheduled else scheduled
             if self.config.budget_mb == AUTO:
                 self._govern()
             else:

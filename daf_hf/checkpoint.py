@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import logging
 import os
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from .batches import Inputs
 from .calibration import Calibration, CalibrationError, NothingToMeasureError
@@ -26,6 +27,7 @@ from .kernels.format import Codebook, Granularity, Statistics
 from .places import Place, place_of
 from .session import Session
 from .sites import Batch, Live, Probed, SaveSite
+from .user_objects import text_of
 
 logger = logging.getLogger("daf_hf")
 
@@ -43,7 +45,12 @@ _PLANNER = ("_corrections", "_overlap", "token_seconds")
 _OPTIONS = ("bits", "importance", "codec", "include", "exclude", "skip_padding", "derive")
 """What was measured holds under these options alone."""
 
-_PARTS = [["place"], *map(list, (_FIELDS, _SESSION, _SCHEDULE, _PLACEMENT, _PLANNER))]
+OTHER_MODEL = "with another model (other parameters, or others of them are trained)"
+
+_PARTS = [
+    ["place"],
+    *map(list, (_FIELDS, _SESSION, _SCHEDULE, _PLACEMENT, _PLANNER, _OPTIONS)),
+]
 
 _CLASSES = (Batch, Codebook, Granularity, Live, Probed, Statistics)
 
@@ -64,28 +71,54 @@ def restore(session: Session, folder: str | os.PathLike[str]) -> bool:
     """Let a session go on with what :func:`save` wrote.
 
     The budget is taken up too, unless another one is configured now. What was measured under other
-    options is left alone.
+    options, with another model or on another kind of device is left alone, and so is the budget of
+    another model.
 
     Returns:
-        False when there is no such file, or it cannot be read; training then starts by measuring.
+        False when there is no such file, it cannot be read, or it does not hold here (a warning
+        says why); training then starts by measuring.
     """
     path = Path(folder) / FILE
     if not path.is_file():
         return False
     try:
         with torch.serialization.safe_globals(list(_CLASSES)):
-            state = torch.load(path, weights_only=True)
+            state = torch.load(path, map_location="cpu", weights_only=True)
         if state["parts"] != _PARTS:
             raise ValueError("it is another version's")
-    except (OSError, RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
-        logger.warning("daf_hf: %s cannot be read (%s): all is measured again", path, error)
+    except Exception as error:  # a file that is broken anywhere may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        logger.warning("daf_hf: %s cannot be read (%s): all is measured again", path, reason)
         return False
-    session.budget.restore(state["budget"])
-    if state["options"] != _options(session):
-        logger.warning("daf_hf: %s was measured under other options: all is measured again", path)
+    other = _what_differs(session, state)
+    if other != OTHER_MODEL:
+        session.budget.restore(state["budget"])
+    if other:
+        logger.warning("daf_hf: %s was measured %s: all is measured again", path, other)
         return False
     session.recall = functools.partial(_recall, session, state)
     return True
+
+
+def _what_differs(session: Session, state: dict[str, Any]) -> str:
+    """Why what was measured does not hold in a session; empty when it does."""
+    if state["model"] != _fingerprint(session.compressor.model):
+        return OTHER_MODEL
+    here = session.compressor.device.type
+    if state["device"] != here:
+        return f"on another device ({state['device']}, and not {here})"
+    options = _options(session)
+    changed = [name for name in _OPTIONS if state["options"][name] != options[name]]
+    return f"under other options ({', '.join(changed)})" if changed else ""
+
+
+def _fingerprint(model: nn.Module) -> str:
+    """Equal for models that save the same: by names, shapes, dtypes, and what is trained."""
+    described = [
+        (name, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
+        for name, parameter in model.named_parameters()
+    ]
+    return hashlib.sha256(repr(described).encode()).hexdigest()
 
 
 def _state(session: Session) -> dict[str, Any]:
@@ -94,6 +127,8 @@ def _state(session: Session) -> dict[str, Any]:
     return {
         "parts": _PARTS,
         "options": _options(session),
+        "model": _fingerprint(compressor.model),
+        "device": compressor.device.type,
         "budget": session.budget.state(),
         "session": {name: getattr(session, name) for name in _SESSION},
         "schedule": {name: getattr(session.schedule, name) for name in _SCHEDULE},
@@ -104,7 +139,7 @@ def _state(session: Session) -> dict[str, Any]:
 
 
 def _options(session: Session) -> dict[str, str]:
-    return {name: str(getattr(session.config, name)) for name in _OPTIONS}
+    return {name: text_of(getattr(session.config, name)) for name in _OPTIONS}
 
 
 def _site_state(site: SaveSite, places: dict[SaveSite, Place]) -> dict[str, Any]:

@@ -42,6 +42,19 @@ from .tensors import (
 )
 
 
+class _Scope(threading.local):
+    """What a thread is inside of.
+
+    Attributes:
+        depth: how many scopes of the compressor.
+        backward: torch's number of the backward pass in which the innermost was entered; -1
+            outside of any.
+    """
+
+    depth = 0
+    backward = -1
+
+
 class Compressor:
     """The saved-tensors hooks of one model, and all that they hold.
 
@@ -70,7 +83,7 @@ class Compressor:
         self.lock, self.unplanned = placement.lock, placement.unplanned
         self.tracker = SiteTracker(model, config.include, config.exclude, self.draws.note)
         self._hooks = (self._pack, self._unpack)
-        self._local = threading.local()
+        self._local = _Scope()
         self._parameters: frozenset[int] = frozenset()
         self._physicals: dict[tuple[Any, ...], weakref.ref[Physical]] = {}
         self.rows: Rows | None = None
@@ -95,7 +108,7 @@ class Compressor:
     @property
     def active(self) -> bool:
         """Whether this thread is inside :meth:`scope`."""
-        return getattr(self._local, "depth", 0) > 0
+        return self._local.depth > 0
 
     @property
     def shadowed(self) -> bool:
@@ -103,6 +116,11 @@ class Compressor:
         top = top_hooks()
         owner = getattr(top[0], "__self__", None) if top else None
         return isinstance(owner, Compressor) and owner is not self
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether this thread is in a backward pass that began inside of its scope."""
+        return torch._C._current_graph_task_id() != self._local.backward
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -113,11 +131,14 @@ class Compressor:
             self.learn_parameters()
         calls = self.tracker.start()
         push_hooks(self._hooks)
-        self._local.depth = getattr(self._local, "depth", 0) + 1
+        outer = self._local.backward
+        self._local.depth += 1
+        self._local.backward = torch._C._current_graph_task_id()
         try:
             yield
         finally:
             self._local.depth -= 1
+            self._local.backward = outer
             pop_hooks(self._hooks)
             self.tracker.finish(calls)
 
@@ -216,8 +237,9 @@ class Compressor:
         cdata = storage._cdata
         if self.is_parameter(tensor, storage):
             return Kept(tensor)
-        if torch._C._current_graph_task_id() != -1:
-            # Saved by a checkpoint that recomputes in backward: read at once, then gone.
+        if self.recomputes:
+            # Saved by a checkpoint that recomputes in backward: read at once, then gone. (A forward
+            # pass that itself began in backward, as gradient caches do, is one like any other.)
             self.ledger.count("recomputed")
             return Kept(tensor)
         parameter = self.recast_of(tensor)

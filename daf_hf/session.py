@@ -190,7 +190,7 @@ class Session:
             compressor.placement.refuses = first and self.config.on_overflow == "error"
             current.tells = not self._steps_here
             compressor.ledger.planning_seconds += perf_counter() - began
-        if not compressor.active or compressor.shadowed:
+        if not compressor.active or compressor.shadowed or compressor.recomputes:
             current.scope.enter_context(compressor.scope())
         return current
 

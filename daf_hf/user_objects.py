@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -45,6 +46,21 @@ def load_object(text: str, group: str) -> Any:
     else:
         module = importlib.import_module(where)
     return attrgetter(name)(module)
+
+
+def text_of(value: Any) -> str:
+    """What says the same of the same option in another process: no addresses of objects.
+
+    Two objects of one class, without a representation of their own, cannot be told apart.
+    """
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(text_of, value))})"
+    if isinstance(value, functools.partial):
+        return f"{text_of(value.func)}{text_of(value.args)}{sorted(value.keywords.items())}"
+    named = value if hasattr(value, "__qualname__") else type(value)
+    if named is value or type(value).__repr__ is object.__repr__:
+        return f"{named.__module__}.{named.__qualname__}"
+    return repr(value)
 
 
 @cache

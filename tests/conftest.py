@@ -65,5 +65,7 @@ def no_hook_is_left():
 
 
 def pytest_configure(config):
-    # peft still asks transformers under the old name.
-    config.addinivalue_line("filterwarnings", "ignore:.*is_gradient_checkpointing.*:FutureWarning")
+    # peft and TRL still use transformers' old name; Lightning an old one of torch's.
+    smoothing = "label_smoothing_factor. is deprecated in .SFTTrainer"
+    for text in ("gradient_checkpointing. is deprecated", "treespec, LeafSpec", smoothing):
+        config.addinivalue_line("filterwarnings", f"ignore:.*{text}.*:FutureWarning")

@@ -40,7 +40,7 @@ class Rows(Dataset):
         return {name: value[index] for name, value in self.inputs.items()}
 
 
-def trainer_of(path, callbacks=(), model=None, data=None, **options):
+def trainer_of(path, callbacks=(), model=None, data=None, kind=Trainer, **options):
     options = {
         "max_steps": 4,
         "per_device_train_batch_size": 8,
@@ -55,7 +55,7 @@ def trainer_of(path, callbacks=(), model=None, data=None, **options):
         **options,
     }
     set_seed(0)
-    return Trainer(
+    return kind(
         model if model is not None else build("bert"),
         TrainingArguments(str(path), **options),
         train_dataset=data if data is not None else Rows(),
@@ -372,6 +372,48 @@ def test_attach_without_a_budget_is_the_same_bit_for_bit(tmp_path):
         trainer.train()
         results.append(weights(trainer.model))
     assert same(*results)
+
+
+class LargeLoss(Trainer):
+    """Its loss is computed outside of the model, and saves what that was called with."""
+
+    width = 4096
+
+    def compute_loss(self, model, inputs, *_, **__):
+        logits = model(**inputs).logits
+        wide = logits.repeat(1, self.width // logits.shape[-1])
+        return (wide.exp() * wide.tanh()).mean()
+
+
+@pytest.mark.supports("Others' trainers", "a Trainer that overrides compute_loss")
+@pytest.mark.parametrize(("width", "warns"), [(4096, True), (2, False)])
+@pytest.mark.parametrize("budget", [0.3, math.inf])
+def test_a_large_loss_outside_the_model_is_told_of(tmp_path, caplog, width, warns, budget):
+    trainer = trainer_of(tmp_path, [DAFCallback(budget_mb=budget)], kind=LargeLoss)
+    trainer.width = width
+    before = dict(trainer.__dict__)
+    with caplog.at_level(logging.WARNING, "daf_hf"):
+        trainer.train()
+    assert caplog.text.count("daf_hf.attach") == warns
+    assert "compute_loss_context_manager" not in trainer.__dict__.keys() - before.keys()
+    assert clean(trainer)
+
+
+@pytest.mark.supports("Others' trainers", "a Trainer that overrides compute_loss")
+def test_a_large_loss_outside_the_model_is_covered_by_attach(tmp_path, caplog):
+    results, held = [], []
+    for budget in (None, math.inf, 0.3):
+        trainer = trainer_of(tmp_path, kind=LargeLoss)
+        callback = None if budget is None else attach(trainer, budget_mb=budget)
+        trainer.train()
+        results.append(weights(trainer.model))
+        held.append(callback and callback.report.plain_bytes)
+    assert same(results[0], results[1])
+    assert 0 < callback.report.held_bytes_peak <= 0.3 * MB
+    assert "daf_hf.attach" not in caplog.text
+    callback = DAFCallback()
+    trainer_of(tmp_path, [callback], kind=LargeLoss).train()
+    assert callback.report.plain_bytes < held[1] - 8 * 4096 * 4  # it was left alone
 
 
 # What cannot work --------------------------------------------------------------------------------

@@ -137,7 +137,84 @@ def test_other_options_measure_again(tmp_path, calibrations, caplog):
     assert "other options" in caplog.text
 
 
-@pytest.mark.parametrize("harm", ["gone", "cut", "other", "newer"])
+def state_of(model, folder, **options):
+    """Writes the state of a step of the model under a budget, which was set to another since."""
+    daf, _ = compressed(model, 0.3, calibrate_at=(0,), **options)
+    with daf:
+        loss_of(model(**batch("bert"))).backward()
+    daf.set_budget(0.25)
+    save(daf._session, folder)
+    return checkpoint._state(daf._session)
+
+
+def test_another_models_state_is_refused(tmp_path, caplog, bert_model):
+    state_of(bert_model, tmp_path)
+    for change in ("size", "trained", "dtype"):
+        model = build("bert")
+        if change == "size":
+            model.add_module("more", torch.nn.Linear(3, 3))
+        elif change == "trained":
+            next(p for p in model.parameters() if not p.requires_grad).requires_grad_()
+        else:
+            model.to(torch.bfloat16)
+        daf, compressor = compressed(model, 0.3)
+        caplog.clear()
+        assert not restore(daf._session, tmp_path)
+        assert "another model" in caplog.text and "measured again" in caplog.text
+        assert compressor.arena.limit_bytes == 0.3e6
+    model = build("bert")
+    again, compressor = compressed(model, 0.3, calibrate_at=(0,))
+    assert restore(again._session, tmp_path)
+    assert compressor.arena.limit_bytes == 0.25e6
+
+
+def test_on_another_kind_of_device_all_is_measured_again(tmp_path, caplog, bert_model):
+    state = state_of(bert_model, tmp_path)
+    torch.save({**state, "device": "cuda"}, tmp_path / FILE)
+    model = build("bert")
+    again, compressor = compressed(model, 0.3, calibrate_at=(0,))
+    assert not restore(again._session, tmp_path)
+    assert "another device (cuda, and not cpu)" in caplog.text
+    assert compressor.arena.limit_bytes == 0.25e6  # the budget is the run's
+
+
+def test_a_metric_of_ones_own_is_the_same_in_another_process(tmp_path, bert_model):
+    def metric():
+        def one(site, probe):
+            return 1.0
+
+        return one  # another object each time, as in another process
+
+    state_of(bert_model, tmp_path, importance=metric())
+    model = build("bert")
+    again, _ = compressed(model, 0.3, calibrate_at=(0,), importance=metric())
+    assert restore(again._session, tmp_path)
+    other, _ = compressed(model, 0.3, calibrate_at=(0,), importance="error")
+    assert not restore(other._session, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "set_to", "expected"),
+    [
+        ([], None, 0.3),  # the schedule's budget goes with the schedule
+        ([(9, 0.1)], None, 0.3),
+        ([(0, 0.2)], None, 0.2),
+        ([], 0.25, 0.25),  # set by hand: it stays
+    ],
+)
+def test_the_budget_of_a_schedule_that_is_gone(tmp_path, schedule, set_to, expected, bert_model):
+    first, _ = compressed(bert_model, 0.3, budget_schedule=[(0, 0.2)])
+    if set_to:
+        first.set_budget(set_to)
+    save(first._session, tmp_path)
+    model = build("bert")
+    again, compressor = compressed(model, 0.3, budget_schedule=schedule)
+    restore(again._session, tmp_path)
+    again._session.begin_step(2)
+    assert compressor.arena.limit_bytes == expected * 1e6
+
+
+@pytest.mark.parametrize("harm", ["gone", "cut", "garbled", "other", "list", "newer"])
 def test_without_a_readable_state_training_goes_on(tmp_path, calibrations, harm, caplog):
     trainer_of(tmp_path, [DAFCallback(budget_mb=0.3)], max_steps=2, **SAVING).train()
     path = tmp_path / "checkpoint-2" / FILE
@@ -145,6 +222,12 @@ def test_without_a_readable_state_training_goes_on(tmp_path, calibrations, harm,
         path.unlink()
     elif harm == "cut":
         path.write_bytes(path.read_bytes()[:500])
+    elif harm == "garbled":
+        data = bytearray(path.read_bytes())
+        data[200:800] = bytes(byte ^ 0x5A for byte in data[200:800])
+        path.write_bytes(data)
+    elif harm == "list":
+        torch.save([1, 2], path)
     elif harm == "newer":
         with torch.serialization.safe_globals(list(checkpoint._CLASSES)):
             state = torch.load(path, weights_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import types
@@ -10,7 +11,7 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from daf_hf import user_objects
-from daf_hf.user_objects import load_object
+from daf_hf.user_objects import load_object, text_of
 
 GROUP = "daf_hf.codecs"
 
@@ -73,3 +74,31 @@ def test_what_is_missing_is_named(text, kind, message):
 def test_what_cannot_be_imported(text):
     with pytest.raises((ImportError, ValueError, TypeError)):
         load_object(text, GROUP)
+
+
+class Metric:
+    def __call__(self, site, probe):
+        return 1.0
+
+    def method(self, site, probe):
+        return 2.0
+
+
+def test_a_text_holds_no_address():
+    values = [
+        (lambda: lambda site, probe: 1.0),
+        Metric,
+        lambda: Metric().method,
+        lambda: functools.partial(int, base=3),
+        lambda: ("auto", Metric()),
+        lambda: ["a", 3, None, 0.5],
+        lambda: types.SimpleNamespace(),
+    ]
+    texts = []
+    for make in values:
+        one, other = make(), make()
+        assert text_of(one) == text_of(other)
+        assert "0x" not in text_of(one)
+        texts.append(text_of(one))
+    assert len(set(texts)) == len(values)
+    assert text_of((1, "a")) == text_of([1, "a"])
