@@ -98,11 +98,9 @@ class DAFCallback(TrainerCallback):
     ) -> None:
         self._close()
         self._move_to_front()
-        if getattr(args, "label_smoothing_factor", 0) and not self._covers_loss:
-            logger.warning(
-                "daf_hf: label_smoothing_factor moves the loss out of the model, where a callback "
-                "cannot compress it; use daf_hf.attach(trainer, ...) instead of callbacks=[...]"
-            )
+        trainer = _caller(Trainer)
+        if trainer is not None and not self._covers_loss:
+            _warn_of_loss_outside(trainer)
         self._optimizer = kwargs.get("optimizer")
         self._shown = False
         self._session = Session(kwargs["model"], self.config)
@@ -111,7 +109,6 @@ class DAFCallback(TrainerCallback):
             logger.info("daf_hf: what was measured is taken from %s", checkpoint)
         self.config = self._session.config
         self._session.install()
-        trainer = _caller(Trainer)
         if trainer is not None:
             self._guard(trainer)
 
@@ -242,6 +239,25 @@ def attach(trainer: Trainer, config: Any = None, **options: Any) -> DAFCallback:
     trainer.compute_loss_context_manager = compute_loss_context_manager
     trainer.add_callback(callback)
     return callback
+
+
+def _warn_of_loss_outside(trainer: Trainer) -> None:
+    """Say what of a trainer computes a loss where a callback does not see it."""
+    own = getattr(trainer.compute_loss, "__func__", None)
+    if getattr(trainer, "compute_loss_func", None) is not None:
+        what = "compute_loss_func"
+    elif own is not Trainer.compute_loss:
+        what = f"the compute_loss of {type(trainer).__name__}"
+    elif getattr(trainer, "label_smoother", None) is not None:
+        what = "label_smoothing_factor"
+    else:
+        return
+    logger.warning(
+        "daf_hf: what %s computes outside of the model's forward pass is kept as it is, beside the "
+        "budget and not counted: a callback does not see it. Use daf_hf.attach(trainer, ...) "
+        "instead of callbacks=[...] to cover it",
+        what,
+    )
 
 
 def _caller(kind: type[Found]) -> Found | None:

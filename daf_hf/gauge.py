@@ -30,6 +30,9 @@ STATISTICS_ELEMENTS = 1 << 20
 FITTED_ELEMENTS = 1 << 17
 """Smaller tensors are left to the named codebooks: a plane of them is less than a codebook."""
 
+SMALLEST_ROW = 1e-6
+"""Mean square below which a row's size no longer counts, as the epsilon of a normalisation has it."""
+
 _WIDTHS = ((0, (0,)), (4, (1, 2, 3, 4)), (8, (5, 6, 7, 8)))
 """Bits with which a sample is encoded, and those at which it is looked at: as far as statistics
 are stored alike."""
@@ -65,6 +68,7 @@ class _Sample:
         kept, cols = item.kept(), item.cols
         flat, self.cols = sample(kept, cols)
         self.values = flat.float()
+        self.weights = _weights(item, self.values, self.cols)
         self._many = sample(kept, cols, STATISTICS_ELEMENTS)[0].float()
         self._known: dict[tuple[Any, ...], tuple[Tensor, Tensor] | None] = {}
 
@@ -99,7 +103,7 @@ class Gauge:
         """
         part = _Sample(item)
         exact = in_terms(item.site, part.values)
-        energy = float(exact.square().sum())
+        energy = float((exact.square() * part.weights).sum())
         if not energy > 0 or not math.isfinite(energy):
             return {}
         found: dict[Codec, tuple[float, ...]] = {}
@@ -145,8 +149,9 @@ class Gauge:
         restored = torch.empty_like(flat)
         self._backend.decode(restored, layout, bits, table, space)
         exact = in_terms(item.site, flat)
-        error = float((in_terms(item.site, restored) - exact).square().sum())
-        energy = float(exact.square().sum())
+        weights = _weights(item, flat, item.cols)
+        error = float(((in_terms(item.site, restored) - exact).square() * weights).sum())
+        energy = float((exact.square() * weights).sum())
         return item.spread(restored), error / energy if energy > 0 else 0.0
 
 
@@ -169,14 +174,14 @@ def _errors(part: _Sample, codec: Codec, bits: int, widths: tuple[int, ...]) -> 
         return []
     values, (a, s) = part.values, statistics
     if not bits:
-        return [float((values - a).square().sum())]
+        return [float(((values - a).square() * part.weights).sum())]
     codes = reference.quantize(values, a, s, codec.book).long()
     tables = [table.to(codes.device) for table in codec.book.tables]
     finest = tables[MAX_BITS]
     residual = values - (a + s * finest[codes])
     squares, products, scales = (
-        torch.bincount(codes, weights.double(), len(finest))
-        for weights in (residual.square(), residual * s, s.square().expand(len(values)))
+        torch.bincount(codes, (sums * part.weights).double(), len(finest))
+        for sums in (residual.square(), residual * s, s.square().expand(len(values)))
     )
     each = torch.arange(len(finest), device=codes.device)
     return [
@@ -209,6 +214,23 @@ def _worth_fitting(found: dict[Codec, tuple[float, ...]]) -> list[Codec]:
     for codec in sorted(found, key=lambda codec: found[codec][FITTED_AT]):
         kept.setdefault((codec.granularity, codec.book.statistics), codec)
     return list(kept.values())[:FITTED_BEST]
+
+
+def _weights(item: Item, flat: Tensor, cols: int) -> Tensor | float:
+    """What each element's squared error counts for: all the same, unless rows are normalised.
+
+    A normalisation divides every row by its own size, and so the error of a small row matters as
+    much as that of a large one: errors and elements are taken relative to the row's mean square.
+
+    Args:
+        item: whose elements they are.
+        flat: elements ``[rows * cols]`` of it.
+        cols: elements a row.
+    """
+    if not item.site.normalised or item.column != len(item.shape) - 1:
+        return 1.0
+    squares = flat.float().view(-1, cols).square().mean(1)
+    return (1 / (squares + SMALLEST_ROW)).repeat_interleave(cols)
 
 
 def in_terms(site: SaveSite, flat: Tensor) -> Tensor:

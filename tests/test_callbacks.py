@@ -40,7 +40,9 @@ class Rows(Dataset):
         return {name: value[index] for name, value in self.inputs.items()}
 
 
-def trainer_of(path, callbacks=(), model=None, data=None, **options):
+def trainer_of(
+    path, callbacks=(), model=None, data=None, kind=Trainer, compute_loss_func=None, **options
+):
     options = {
         "max_steps": 4,
         "per_device_train_batch_size": 8,
@@ -55,12 +57,13 @@ def trainer_of(path, callbacks=(), model=None, data=None, **options):
         **options,
     }
     set_seed(0)
-    return Trainer(
+    return kind(
         model if model is not None else build("bert"),
         TrainingArguments(str(path), **options),
         train_dataset=data if data is not None else Rows(),
         eval_dataset=Rows(16, seed=1),
         callbacks=list(callbacks),
+        compute_loss_func=compute_loss_func,
     )
 
 
@@ -348,6 +351,31 @@ def test_label_smoothing_needs_attach(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "daf_hf"):
         trainer_of(tmp_path, [DAFCallback()], label_smoothing_factor=0.1).train()
     assert "daf_hf.attach" in caplog.text
+
+
+def cross_entropy(outputs, labels, num_items_in_batch=None):
+    return torch.nn.functional.cross_entropy(outputs.logits, labels)
+
+
+class OwnLoss(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return cross_entropy(model(**inputs), inputs["labels"])
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "given", "named"),
+    [(Trainer, cross_entropy, "compute_loss_func"), (OwnLoss, None, "the compute_loss of OwnLoss")],
+)
+def test_a_loss_outside_the_model_is_named(tmp_path, caplog, kind, given, named, attached):
+    trainer = trainer_of(tmp_path, kind=kind, compute_loss_func=given)
+    if attached:
+        attach(trainer)
+    else:
+        trainer.add_callback(DAFCallback())
+    with caplog.at_level(logging.WARNING, "daf_hf"):
+        trainer.train()
+    assert (f"{named} computes outside of the model" in caplog.text) is not attached
 
 
 @pytest.mark.parametrize("budget", [0.3, math.inf])
