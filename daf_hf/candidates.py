@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from .codebook_check import check_codebook
-from .codecs import BINARY, BUILT_IN, FRUGAL, GELU, GENERAL, Codec, codebook_names, named
+from .codecs import BINARY, BUILT_IN, FRUGAL, GELU, GENERAL, SIGN, Codec, codebook_names, named
 from .kernels.format import Codebook, Granularity, Statistics
 from .user_objects import load_object
 
@@ -38,6 +38,8 @@ class Candidates:
 
     def at(self, site: SaveSite, flat: Tensor, cols: int) -> list[Codec]:
         """Codecs worth measuring for a tensor ``flat`` of ``cols`` columns."""
+        if self.automatic and reads_sign(site):
+            return [SIGN]
         granularities = [Granularity.GROUP, Granularity.TENSOR]
         rows = flat.numel() // cols
         if cols >= _LONG:
@@ -53,7 +55,7 @@ class Candidates:
             found[GELU] = None
         for each in self.others:
             found.update(dict.fromkeys(_codecs(each, granularities)))
-        return [codec for codec in found if not codec.private or reads_gelu_slope(site)]
+        return [codec for codec in found if serves(codec, site)]
 
     def unplanned(self, frugal: bool) -> Codec:
         """The codec for a site that no plan knows; ``frugal`` where bits are few."""
@@ -66,6 +68,17 @@ class Candidates:
 def reads_gelu_slope(site: SaveSite) -> bool:
     """Whether GELU's backward is the only consumer: then only GELU's derivative matters."""
     return site.consumers == {"GeluBackward0.self"}
+
+
+def reads_sign(site: SaveSite) -> bool:
+    """Whether ReLU's backward is the only consumer of its result: then only the sign matters."""
+    return site.consumers == {"ReluBackward0.result"}
+
+
+def serves(codec: Codec, site: SaveSite) -> bool:
+    """Whether what the codec restores is of use to all that reads the site's tensors."""
+    own = {GELU.codebook: reads_gelu_slope, SIGN.codebook: reads_sign}
+    return not codec.private or own[codec.codebook](site)
 
 
 def resolve_codecs(spec: Any) -> Candidates:

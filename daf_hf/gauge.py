@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .candidates import reads_gelu_slope
+from .candidates import reads_gelu_slope, reads_sign, serves
 from .codecs import Codec, gelu_slope
 from .fitting import fitted
 from .kernels import reference
@@ -109,13 +109,13 @@ class Gauge:
         found: dict[Codec, tuple[float, ...]] = {}
 
         def measure(codec: Codec) -> None:
-            in_slopes = reads_gelu_slope(item.site)
+            in_terms_of_its_own = reads_gelu_slope(item.site) or reads_sign(item.site)
             errors = [
                 error / energy
                 for bits, widths in _WIDTHS
                 for error in (
-                    _slope_errors(part, exact, codec, bits, widths)
-                    if in_slopes
+                    _errors_in_terms(item.site, part, exact, codec, bits, widths)
+                    if in_terms_of_its_own
                     else _errors(part, codec, bits, widths)
                 )
             ]
@@ -123,13 +123,14 @@ class Gauge:
                 found[codec] = tuple(errors)
 
         for codec in item.site.distortions:
-            if not codec.private or reads_gelu_slope(item.site):
+            if serves(codec, item.site):
                 measure(codec)
         if found:
             return found
         for codec in self._candidates.at(item.site, part.values, part.cols):
             measure(codec)
         fit = self._candidates.automatic and item.flat.numel() >= FITTED_ELEMENTS
+        fit = fit and not reads_sign(item.site)
         for codec in _worth_fitting(found) if fit else ():
             statistics = part.statistics(codec, FITTED_AT)
             if statistics is not None:
@@ -191,10 +192,15 @@ def _errors(part: _Sample, codec: Codec, bits: int, widths: tuple[int, ...]) -> 
     ]
 
 
-def _slope_errors(
-    part: _Sample, slopes: Tensor, codec: Codec, bits: int, widths: tuple[int, ...]
+def _errors_in_terms(
+    site: SaveSite,
+    part: _Sample,
+    exact: Tensor,
+    codec: Codec,
+    bits: int,
+    widths: tuple[int, ...],
 ) -> list[float]:
-    """The same in terms of GELU's derivative, ``slopes``, which sums by code do not tell."""
+    """The same in terms of the site's consumer, ``exact``, which sums by code do not tell."""
     statistics = part.statistics(codec, bits)
     if statistics is None:
         return []
@@ -204,7 +210,7 @@ def _slope_errors(
     for width in widths:
         table = codec.book.tables[width].to(codes.device)
         restored = a + s * table[(codes >> (MAX_BITS - width)).long()]
-        found.append(float((gelu_slope(restored) - slopes).square().sum()))
+        found.append(float((in_terms(site, restored) - exact).square().sum()))
     return found
 
 
@@ -235,5 +241,7 @@ def _weights(item: Item, flat: Tensor, cols: int) -> Tensor | float:
 
 def in_terms(site: SaveSite, flat: Tensor) -> Tensor:
     """The elements in the terms in which their consumer feels an error."""
+    if reads_sign(site):
+        return (flat > 0).float()
     values = flat.float()
     return gelu_slope(values) if reads_gelu_slope(site) else values

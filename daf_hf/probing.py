@@ -18,9 +18,11 @@ from .sites import SaveSite
 from .tensors import contiguous_stride, geometry, is_contiguous, is_ordinary, operation
 from .watching import Item, Pass, Saved
 
-
 NORMALISATIONS = ("NativeLayerNorm", "FusedRmsNorm")
 """Nodes that divide each row of their input by its own size."""
+
+NORMALISED = ("_saved_input", "_saved_self")
+"""Where they keep that input."""
 
 
 class WrittenInPythonError(Exception):
@@ -128,7 +130,7 @@ class Graph(Pass):
             normalising.update(_normalising(node))
             for slot in _saved_slots(type(node)):
                 self._reader = node, f"{node.name()}.{slot.removeprefix('_saved_')}"
-                self._normalises = node in normalising
+                self._normalises = node in normalising and slot in NORMALISED
                 try:
                     with suppress(RuntimeError):  # run backward, and freed, in the forward pass
                         getattr(node, slot)

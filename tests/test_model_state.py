@@ -31,9 +31,8 @@ def test_untouched_restores_sparse_buffers():
     """PEFT's FroD has some."""
     model = nn.Module()
     model.register_buffer("table", torch.eye(3).to_sparse())
-    with untouched(model, torch.device("cpu")):
-        with torch.no_grad():
-            model.table.mul_(2)
+    with untouched(model, torch.device("cpu")), torch.no_grad():
+        model.table.mul_(2)
     assert torch.equal(model.table.to_dense(), torch.eye(3))
 
 
