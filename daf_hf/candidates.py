@@ -93,7 +93,7 @@ def resolve_codecs(spec: Any) -> Candidates:
     if not automatic and all(isinstance(each, Codec) and each.private for each in others):
         raise ValueError(
             f"codec={spec!r}: use at least one codec that serves every tensor, such as "
-            "'group+uniform' ('gelu' serves inputs of GELU alone), or 'auto'"
+            "'group+uniform' ('gelu' and 'sign' serve one consumer alone), or 'auto'"
         )
     return Candidates(automatic, tuple(dict.fromkeys(others)))
 
@@ -127,8 +127,8 @@ def _by_name(text: str) -> Codec | Codebook | str:
         if granularity is not None:
             raise ValueError(f"codec={text!r}: {name} is a whole codec; leave out {head + plus!r}")
         return found
-    if found == GELU.codebook:
-        return GELU
+    if found in (GELU.codebook, SIGN.codebook):
+        return GELU if found == GELU.codebook else SIGN
     return found if granularity is None else _codecs(found, [granularity])[0]
 
 

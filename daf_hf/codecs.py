@@ -140,9 +140,7 @@ def sign() -> Codebook:
     consumer.
     """
     lut = torch.tensor([0, 128], dtype=torch.uint8)
-    tables = (torch.zeros(1),) + tuple(
-        (torch.arange(1 << bits) >= 1 << (bits - 1)).float() for bits in range(1, MAX_BITS + 1)
-    )
+    tables = _tables(lambda first, last: float(first >= 128))
     return Codebook("sign", Statistics.NONE, 0.0, _SIGN_DENSITY, 2, lut, tables)
 
 

@@ -31,7 +31,7 @@ FITTED_ELEMENTS = 1 << 17
 """Smaller tensors are left to the named codebooks: a plane of them is less than a codebook."""
 
 SMALLEST_ROW = 1e-6
-"""Mean square below which a row's size no longer counts, as the epsilon of a normalisation has it."""
+"""Mean square below which a row's size no longer counts, as a normalisation's epsilon has it."""
 
 _WIDTHS = ((0, (0,)), (4, (1, 2, 3, 4)), (8, (5, 6, 7, 8)))
 """Bits with which a sample is encoded, and those at which it is looked at: as far as statistics

@@ -4,9 +4,9 @@ A site's key is the module whose call saves the tensor, the module that called i
 trains, the two instructions (code object and offset) that lead to the operation, the kind of node
 that produced the tensor, and the ordinal among equal ones within the call. (DoRA calls LoRA's A
 twice: on the layer's input, and, for the norm of the weights, on an identity matrix.) It does not
-count saves across modules or calls, so a dropped layer, a toggled dropout or an optional branch never shifts another
-site. An attention mask, which there is for padded batches alone, is told from the keys of a frozen
-projection, which no node produced either.
+count saves across modules or calls, so a dropped layer, a toggled dropout or an optional branch
+never shifts another site. An attention mask, which there is for padded batches alone, is told from
+the keys of a frozen projection, which no node produced either.
 """
 
 from __future__ import annotations

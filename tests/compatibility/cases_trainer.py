@@ -68,7 +68,8 @@ def trainer(
 
     Args:
         name: of the model.
-        kind, arguments: classes of trainer and arguments.
+        kind: of trainer.
+        arguments: their class.
         attached: see :class:`Training`.
         data: to train on.
         given: more that the trainer is given.
