@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -96,7 +97,6 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "VBLoRAConfig",
         {"r": 4, "num_vectors": 16, "vector_length": 16, "target_modules": ATTENTION},
     ),
-    "FroD": ("FrodConfig", {"target_modules": ATTENTION}),
     "OSF": ("OSFConfig", {"target_modules": ATTENTION}),
     "trainable tokens": (
         "TrainableTokensConfig",
@@ -121,7 +121,9 @@ def dora_conv1d() -> Loop:
 
 @case(AREA, "LN tuning")
 def norms() -> Loop:
-    return method("LNTuningConfig", gpt2, target_modules=["ln_1", "ln_2"])
+    with warnings.catch_warnings():  # peft says so of all that it does not know
+        warnings.filterwarnings("ignore", "Unsupported layer type")
+        return method("LNTuningConfig", gpt2, target_modules=["ln_1", "ln_2"])
 
 
 @case(AREA, "full fine-tuning")
