@@ -127,7 +127,7 @@ def test_rows_of_a_normalisation_count_alike():
         Codec(granularity, "uniform") for granularity in (Granularity.CHANNEL, Granularity.TOKEN)
     )
     by_energy, by_rows = (gauge().distortions(each) for each in (plain, normalised))
-    assert by_energy[channel][4] < 2 * by_energy[token][4]
+    assert by_energy[channel][4] < 8 * by_energy[token][4]
     assert by_rows[channel][4] > 100 * by_rows[token][4]
     for codec in (channel, token):
         _, error = gauge().restore(normalised, codec, 4)
