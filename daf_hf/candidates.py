@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from .codebook_check import check_codebook
-from .codecs import BINARY, BUILT_IN, FRUGAL, GELU, GENERAL, Codec, codebook_names, named
+from .codecs import BINARY, BUILT_IN, FRUGAL, GELU, GENERAL, SIGN, Codec, codebook_names, named
 from .kernels.format import Codebook, Granularity, Statistics
 from .user_objects import load_object
 
@@ -38,6 +38,8 @@ class Candidates:
 
     def at(self, site: SaveSite, flat: Tensor, cols: int) -> list[Codec]:
         """Codecs worth measuring for a tensor ``flat`` of ``cols`` columns."""
+        if self.automatic and reads_sign(site):
+            return [SIGN]
         granularities = [Granularity.GROUP, Granularity.TENSOR]
         rows = flat.numel() // cols
         if cols >= _LONG:
@@ -53,7 +55,7 @@ class Candidates:
             found[GELU] = None
         for each in self.others:
             found.update(dict.fromkeys(_codecs(each, granularities)))
-        return [codec for codec in found if not codec.private or reads_gelu_slope(site)]
+        return [codec for codec in found if serves(codec, site)]
 
     def unplanned(self, frugal: bool) -> Codec:
         """The codec for a site that no plan knows; ``frugal`` where bits are few."""
@@ -68,6 +70,17 @@ def reads_gelu_slope(site: SaveSite) -> bool:
     return site.consumers == {"GeluBackward0.self"}
 
 
+def reads_sign(site: SaveSite) -> bool:
+    """Whether ReLU's backward is the only consumer of its result: then only the sign matters."""
+    return site.consumers == {"ReluBackward0.result"}
+
+
+def serves(codec: Codec, site: SaveSite) -> bool:
+    """Whether what the codec restores is of use to all that reads the site's tensors."""
+    own = {GELU.codebook: reads_gelu_slope, SIGN.codebook: reads_sign}
+    return not codec.private or own[codec.codebook](site)
+
+
 def resolve_codecs(spec: Any) -> Candidates:
     """What the option ``codec`` stands for.
 
@@ -80,7 +93,7 @@ def resolve_codecs(spec: Any) -> Candidates:
     if not automatic and all(isinstance(each, Codec) and each.private for each in others):
         raise ValueError(
             f"codec={spec!r}: use at least one codec that serves every tensor, such as "
-            "'group+uniform' ('gelu' serves inputs of GELU alone), or 'auto'"
+            "'group+uniform' ('gelu' and 'sign' serve one consumer alone), or 'auto'"
         )
     return Candidates(automatic, tuple(dict.fromkeys(others)))
 
@@ -114,8 +127,8 @@ def _by_name(text: str) -> Codec | Codebook | str:
         if granularity is not None:
             raise ValueError(f"codec={text!r}: {name} is a whole codec; leave out {head + plus!r}")
         return found
-    if found == GELU.codebook:
-        return GELU
+    if found in (GELU.codebook, SIGN.codebook):
+        return GELU if found == GELU.codebook else SIGN
     return found if granularity is None else _codecs(found, [granularity])[0]
 
 

@@ -21,6 +21,7 @@ from .kernels.format import MAX_BITS, Codebook, Granularity, Layout, Statistics,
 
 _CELLS = 4096
 _LAYOUTS_KEPT = 1024
+_SIGN_DENSITY = 2.0**60  # cells per unit of `sign`: the least number that counts as positive
 _HALF_WIDTH = 8.0  # of the grid of `normal` (standard deviations) and of `gelu` (the value itself)
 
 
@@ -131,6 +132,19 @@ def gelu() -> Codebook:
 
 
 @cache
+def sign() -> Codebook:
+    """1 for what is positive, else 0: all that ReLU's backward needs of its result.
+
+    No statistics; every bit but the first is of no use. Another codec's value for 0 is not 0, at
+    whatever width, and lets gradients pass where there are none: never use it for any other
+    consumer.
+    """
+    lut = torch.tensor([0, 128], dtype=torch.uint8)
+    tables = _tables(lambda first, last: float(first >= 128))
+    return Codebook("sign", Statistics.NONE, 0.0, _SIGN_DENSITY, 2, lut, tables)
+
+
+@cache
 def binary() -> Codebook:
     """Exactly two values in the whole tensor, told apart by their bits: one plane, lossless."""
     tables = tuple(torch.zeros(1 << bits) for bits in range(MAX_BITS + 1))
@@ -142,6 +156,7 @@ _CODEBOOKS: dict[str, Any] = {
     "normal": normal,
     "root": root,
     "gelu": gelu,
+    "sign": sign,
     "binary": binary,
 }
 """Cached functions without arguments."""
@@ -289,7 +304,7 @@ class Codec:
     @property
     def private(self) -> bool:
         """Whether what is restored serves one kind of consumer alone."""
-        return self.codebook == "gelu"
+        return self.codebook in ("gelu", "sign")
 
     def layout(self, numel: int, cols: int, bits: int) -> Layout:
         """Layout of a tensor of ``numel`` elements and ``cols`` columns at ``bits`` bits."""
@@ -313,6 +328,7 @@ class Codec:
 
 BINARY = Codec(Granularity.TENSOR, "binary")
 GELU = Codec(Granularity.TENSOR, "gelu")
+SIGN = Codec(Granularity.TENSOR, "sign")
 GENERAL = Codec(Granularity.GROUP, "uniform")
 """The codec for what nothing is known of."""
 

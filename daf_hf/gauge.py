@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .candidates import reads_gelu_slope
+from .candidates import reads_gelu_slope, reads_sign, serves
 from .codecs import Codec, gelu_slope
 from .fitting import fitted
 from .kernels import reference
@@ -29,6 +29,9 @@ STATISTICS_ELEMENTS = 1 << 20
 
 FITTED_ELEMENTS = 1 << 17
 """Smaller tensors are left to the named codebooks: a plane of them is less than a codebook."""
+
+SMALLEST_ROW = 1e-6
+"""Mean square below which a row's size no longer counts, as a normalisation's epsilon has it."""
 
 _WIDTHS = ((0, (0,)), (4, (1, 2, 3, 4)), (8, (5, 6, 7, 8)))
 """Bits with which a sample is encoded, and those at which it is looked at: as far as statistics
@@ -65,6 +68,7 @@ class _Sample:
         kept, cols = item.kept(), item.cols
         flat, self.cols = sample(kept, cols)
         self.values = flat.float()
+        self.weights = _weights(item, self.values, self.cols)
         self._many = sample(kept, cols, STATISTICS_ELEMENTS)[0].float()
         self._known: dict[tuple[Any, ...], tuple[Tensor, Tensor] | None] = {}
 
@@ -99,19 +103,19 @@ class Gauge:
         """
         part = _Sample(item)
         exact = in_terms(item.site, part.values)
-        energy = float(exact.square().sum())
+        energy = float((exact.square() * part.weights).sum())
         if not energy > 0 or not math.isfinite(energy):
             return {}
         found: dict[Codec, tuple[float, ...]] = {}
 
         def measure(codec: Codec) -> None:
-            in_slopes = reads_gelu_slope(item.site)
+            in_terms_of_its_own = reads_gelu_slope(item.site) or reads_sign(item.site)
             errors = [
                 error / energy
                 for bits, widths in _WIDTHS
                 for error in (
-                    _slope_errors(part, exact, codec, bits, widths)
-                    if in_slopes
+                    _errors_in_terms(item.site, part, exact, codec, bits, widths)
+                    if in_terms_of_its_own
                     else _errors(part, codec, bits, widths)
                 )
             ]
@@ -119,13 +123,14 @@ class Gauge:
                 found[codec] = tuple(errors)
 
         for codec in item.site.distortions:
-            if not codec.private or reads_gelu_slope(item.site):
+            if serves(codec, item.site):
                 measure(codec)
         if found:
             return found
         for codec in self._candidates.at(item.site, part.values, part.cols):
             measure(codec)
         fit = self._candidates.automatic and item.flat.numel() >= FITTED_ELEMENTS
+        fit = fit and not reads_sign(item.site)
         for codec in _worth_fitting(found) if fit else ():
             statistics = part.statistics(codec, FITTED_AT)
             if statistics is not None:
@@ -145,8 +150,9 @@ class Gauge:
         restored = torch.empty_like(flat)
         self._backend.decode(restored, layout, bits, table, space)
         exact = in_terms(item.site, flat)
-        error = float((in_terms(item.site, restored) - exact).square().sum())
-        energy = float(exact.square().sum())
+        weights = _weights(item, flat, item.cols)
+        error = float(((in_terms(item.site, restored) - exact).square() * weights).sum())
+        energy = float((exact.square() * weights).sum())
         return item.spread(restored), error / energy if energy > 0 else 0.0
 
 
@@ -169,14 +175,14 @@ def _errors(part: _Sample, codec: Codec, bits: int, widths: tuple[int, ...]) -> 
         return []
     values, (a, s) = part.values, statistics
     if not bits:
-        return [float((values - a).square().sum())]
+        return [float(((values - a).square() * part.weights).sum())]
     codes = reference.quantize(values, a, s, codec.book).long()
     tables = [table.to(codes.device) for table in codec.book.tables]
     finest = tables[MAX_BITS]
     residual = values - (a + s * finest[codes])
     squares, products, scales = (
-        torch.bincount(codes, weights.double(), len(finest))
-        for weights in (residual.square(), residual * s, s.square().expand(len(values)))
+        torch.bincount(codes, (sums * part.weights).double(), len(finest))
+        for sums in (residual.square(), residual * s, s.square().expand(len(values)))
     )
     each = torch.arange(len(finest), device=codes.device)
     return [
@@ -186,10 +192,15 @@ def _errors(part: _Sample, codec: Codec, bits: int, widths: tuple[int, ...]) -> 
     ]
 
 
-def _slope_errors(
-    part: _Sample, slopes: Tensor, codec: Codec, bits: int, widths: tuple[int, ...]
+def _errors_in_terms(
+    site: SaveSite,
+    part: _Sample,
+    exact: Tensor,
+    codec: Codec,
+    bits: int,
+    widths: tuple[int, ...],
 ) -> list[float]:
-    """The same in terms of GELU's derivative, ``slopes``, which sums by code do not tell."""
+    """The same in terms of the site's consumer, ``exact``, which sums by code do not tell."""
     statistics = part.statistics(codec, bits)
     if statistics is None:
         return []
@@ -199,7 +210,7 @@ def _slope_errors(
     for width in widths:
         table = codec.book.tables[width].to(codes.device)
         restored = a + s * table[(codes >> (MAX_BITS - width)).long()]
-        found.append(float((gelu_slope(restored) - slopes).square().sum()))
+        found.append(float((in_terms(site, restored) - exact).square().sum()))
     return found
 
 
@@ -211,7 +222,26 @@ def _worth_fitting(found: dict[Codec, tuple[float, ...]]) -> list[Codec]:
     return list(kept.values())[:FITTED_BEST]
 
 
+def _weights(item: Item, flat: Tensor, cols: int) -> Tensor | float:
+    """What each element's squared error counts for: all the same, unless rows are normalised.
+
+    A normalisation divides every row by its own size, and so the error of a small row matters as
+    much as that of a large one: errors and elements are taken relative to the row's mean square.
+
+    Args:
+        item: whose elements they are.
+        flat: elements ``[rows * cols]`` of it.
+        cols: elements a row.
+    """
+    if not item.site.normalised or item.column != len(item.shape) - 1:
+        return 1.0
+    squares = flat.float().view(-1, cols).square().mean(1)
+    return (1 / (squares + SMALLEST_ROW)).repeat_interleave(cols)
+
+
 def in_terms(site: SaveSite, flat: Tensor) -> Tensor:
     """The elements in the terms in which their consumer feels an error."""
+    if reads_sign(site):
+        return (flat > 0).float()
     values = flat.float()
     return gelu_slope(values) if reads_gelu_slope(site) else values

@@ -35,9 +35,19 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
         np.random.set_state(numpy)
         for module, name, buffer, before in buffers:
             module._buffers[name] = buffer
-            if not torch.equal(buffer, before):
+            if not _equal(buffer, before):
                 with torch.no_grad(), unversioned([buffer]):
                     buffer.copy_(before)
+
+
+def _equal(buffer: Tensor, before: Tensor) -> bool:
+    """Whether a buffer is as it was, where that can be told."""
+    if buffer.is_meta:
+        return True
+    try:
+        return torch.equal(buffer, before)
+    except (NotImplementedError, RuntimeError):  # of sparse tensors, and of some subclasses
+        return False
 
 
 @contextmanager

@@ -18,6 +18,12 @@ from .sites import SaveSite
 from .tensors import contiguous_stride, geometry, is_contiguous, is_ordinary, operation
 from .watching import Item, Pass, Saved
 
+NORMALISATIONS = ("NativeLayerNorm", "FusedRmsNorm")
+"""Nodes that divide each row of their input by its own size."""
+
+NORMALISED = ("_saved_input", "_saved_self")
+"""Where they keep that input."""
+
 
 class WrittenInPythonError(Exception):
     """A node of the graph cannot be run by itself."""
@@ -55,6 +61,7 @@ class Graph(Pass):
         self._derived: list[Item] = []
         self._limit = limit_bytes
         self._reader: tuple[Any, str] | None = None
+        self._normalises = False
         self.takes_first = False
         self._incoming: dict[Any, tuple[Tensor | None, ...]] = {}
         self._reference: list[Tensor | None] = []
@@ -104,12 +111,14 @@ class Graph(Pass):
             node, label = self._reader
             item.readers.add(node)
             item.site.consumers.add(label)
+            item.site.normalised |= self._normalises
         flat = item.flat if item.restored is None else item.restored
         return flat.as_strided(saved.shape, saved.stride)
 
     def find_readers(self) -> None:
         """Tell items and sites which nodes read them, by reading every slot once."""
         seen: set[Any] = set()
+        normalising: set[Any] = set()
         waiting = [self.loss.grad_fn]
         while waiting:
             node = waiting.pop()
@@ -118,8 +127,10 @@ class Graph(Pass):
             seen.add(node)
             waiting.extend(function for function, _ in node.next_functions)
             self.takes_first |= _takes_first(node)
+            normalising.update(_normalising(node))
             for slot in _saved_slots(type(node)):
                 self._reader = node, f"{node.name()}.{slot.removeprefix('_saved_')}"
+                self._normalises = node in normalising and slot in NORMALISED
                 try:
                     with suppress(RuntimeError):  # run backward, and freed, in the forward pass
                         getattr(node, slot)
@@ -230,6 +241,20 @@ def as_saved(items: Iterable[Item]) -> Iterator[None]:
 def _takes_first(node: Any) -> bool:
     """Whether a node takes the first of each example's tokens."""
     return operation(node.name()) == "Select" and node._saved_dim == 1 and node._saved_index == 0
+
+
+def _normalising(node: Any) -> list[Any]:
+    """The nodes that read what a normalisation divides by its size, if this node is part of one.
+
+    RMSNorm written out is ``x * rsqrt(mean(x ** 2) + eps)``: the square is what reads ``x``.
+    """
+    if operation(node.name()) in NORMALISATIONS:
+        return [node]
+    if operation(node.name()) != "Rsqrt":
+        return []
+    while node is not None and operation(node.name()) in ("Rsqrt", "Add", "Mean"):
+        node = next((function for function, _ in node.next_functions if function), None)
+    return [node] if node is not None and operation(node.name()) in ("Pow", "Mul") else []
 
 
 def _source_of(packed: Any) -> Source | None:

@@ -6,7 +6,7 @@ from array import array
 
 import torch
 
-from .codecs import BINARY, FRUGAL, GELU, GENERAL, Codec
+from .codecs import BINARY, FRUGAL, GELU, GENERAL, SIGN, Codec
 from .kernels import Backend, get_backend
 from .kernels.format import PAGE_BYTES, Granularity, Layout, PageSpace
 
@@ -17,6 +17,7 @@ _CASES = (
     (Codec(Granularity.CHANNEL, "root"), 4, torch.float32),
     (Codec(Granularity.TENSOR, "uniform"), 1, torch.bfloat16),
     (GELU, 5, torch.float32),
+    (SIGN, 1, torch.float32),
     (BINARY, 1, torch.float32),
 )
 _ROWS, _COLS = 45, 31

@@ -1,11 +1,12 @@
 """Save sites: places in a model where autograd saves a tensor.
 
-A site's key is the module whose call saves the tensor, whether that module trains, the two
-instructions (code object and offset) that lead to the operation, the kind of node that produced
-the tensor, and the ordinal among equal ones within the call. It does not count saves across
-modules or calls, so a dropped layer, a toggled dropout or an optional branch never shifts another
-site. An attention mask, which there is for padded batches alone, is told from the keys of a frozen
-projection, which no node produced either.
+A site's key is the module whose call saves the tensor, the module that called it, whether it
+trains, the two instructions (code object and offset) that lead to the operation, the kind of node
+that produced the tensor, and the ordinal among equal ones within the call. (DoRA calls LoRA's A
+twice: on the layer's input, and, for the norm of the weights, on an identity matrix.) It does not
+count saves across modules or calls, so a dropped layer, a toggled dropout or an optional branch
+never shifts another site. An attention mask, which there is for padded batches alone, is told from
+the keys of a frozen projection, which no node produced either.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ class SaveSite:
         two_valued: calibration found exactly two values: stored in one plane without loss.
         keep: calibration found it to be dropout's noise, as the default generator drew it: the
             probability of an element's not being 0. The generator's state is stored.
+        normalised: one of its readers divides each row by the row's own size (LayerNorm, RMSNorm).
         derived: calibration found it to be a function of other saved tensors: not stored.
         feeds: others are functions of it.
         doubted: a step could not confirm that; it is stored from then on.
@@ -110,6 +112,7 @@ class SaveSite:
     candidates: list[tuple[Codec, int]] = field(default_factory=list)
     two_valued: bool = False
     keep: float | None = None
+    normalised: bool = False
     derived: bool = False
     feeds: bool = False
     doubted: bool = False
@@ -353,7 +356,8 @@ class SiteTracker:
                 path = (*path, back.f_code, back.f_lasti)
         ordinal = call.seen.get(path, 0)
         call.seen[path] = ordinal + 1
-        key = (call.name, call.module.training, path, ordinal)
+        caller = calls[-2].name if len(calls) > 1 else None
+        key = (call.name, caller, call.module.training, path, ordinal)
         found = self.sites.get(key)
         return found if found is not None else self._add(key, call.name)
 

@@ -11,7 +11,16 @@ import random
 import numpy as np
 import pytest
 import torch
-from tiny import batch, build, compressed, gradients, hooks_on_stack, loss_of, nothing_held
+from tiny import (
+    batch,
+    build,
+    compressed,
+    gradients,
+    hooks_on_stack,
+    loss_of,
+    nothing_held,
+    relative_error,
+)
 from torch import nn
 
 from daf_hf import compress_activations
@@ -390,3 +399,56 @@ def test_a_probe_of_few_tokens_is_padded_where_the_batch_is():
         model(**inputs).loss.backward()
     large = [site for site in daf.report.sites if site.plain_bytes > 4096]
     assert large and all(site.consumer != "unknown" for site in large)
+
+
+class Norms(nn.Module):
+    """Two normalisations, one of them written out, of rows of very different sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.norm = nn.LayerNorm(64)
+
+    def forward(self, input_ids):
+        x = self.first(input_ids)
+        x = x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+        y = self.norm(self.second(x) * input_ids[..., :1].abs())
+        return {"loss": (y * y.pow(3)).tanh().sum()}
+
+
+def test_inputs_of_normalisations_are_recognised():
+    """Other powers and products are none."""
+    torch.manual_seed(0)
+    model, inputs = Norms(), {"input_ids": torch.randn(256, 64)}
+    daf, compressor = compressed(model, 0.6)
+    Calibrates(daf)(model, inputs)
+    sites = compressor.tracker.sites.values()
+    before, after = (site.consumers for site in sites if site.normalised)
+    assert {"PowBackward0.self", "AddmmBackward0.mat1"} <= before
+    assert "NativeLayerNormBackward0.input" in after
+
+
+def test_rows_of_very_different_sizes_are_predicted():
+    """A prompt's embeddings are many times as large as a model's own."""
+    torch.manual_seed(0)
+    model, inputs = build("llama"), batch("llama")
+    embeddings = model.get_input_embeddings().weight
+    with torch.no_grad():
+        embeddings[:60] *= 50
+    exact = gradients(model, inputs)
+    daf, _ = compressed(model, 0.3, calibration_batch=8)
+    error = relative_error(gradients(model, inputs, daf), exact)
+    assert error <= 1.5 * daf.report.predicted_gradient_error + 0.01
+
+
+def test_results_of_relu_are_read_for_their_sign():
+    """Zero restored as a little more than that would let gradients pass, at whatever width."""
+    torch.manual_seed(0)
+    model, inputs = build("t5", dropout=0.0), batch("t5")
+    exact = gradients(model, inputs)
+    daf, compressor = compressed(model, 0.4, calibration_batch=8)
+    error = relative_error(gradients(model, inputs, daf), exact)
+    assert error <= 1.5 * daf.report.predicted_gradient_error + 0.01
+    found = [s for s in compressor.tracker.sites.values() if s.consumer == "ReluBackward0.result"]
+    assert found
+    assert all(site.option.bits == 1 and site.option.cost == 0 for site in found)

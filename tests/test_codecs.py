@@ -11,6 +11,7 @@ from daf_hf.codecs import (
     BINARY,
     GELU,
     GENERAL,
+    SIGN,
     Codec,
     codebook_from_levels,
     gelu_slope,
@@ -106,11 +107,17 @@ def test_error_falls_with_every_bit(book):
     assert errors == sorted(errors, reverse=True)
 
 
+@pytest.mark.parametrize("bits", [1, 2, 8])
+def test_signs_are_restored_as_they_are(bits):
+    x = torch.tensor([0.0, -0.0, 1e-12, -1e-12, 3.0, -3.0, 1e20, -1e20]).repeat(40)
+    assert torch.equal(restored(x.view(-1, 8), SIGN, bits).flatten(), (x > 0).float())
+
+
 def test_names():
     assert parse_codec("token+normal") == Codec(Granularity.TOKEN, "normal")
     assert parse_codec("gelu") == GELU
     assert parse_codec("binary") == BINARY
-    for codec in (GELU, BINARY, GENERAL, Codec(Granularity.CHANNEL, "root")):
+    for codec in (GELU, SIGN, BINARY, GENERAL, Codec(Granularity.CHANNEL, "root")):
         assert parse_codec(str(codec)) == codec
     for text in ("token+gauss", "row+normal", ""):
         with pytest.raises(ValueError, match="unknown codec"):

@@ -115,3 +115,20 @@ def test_what_cannot_be_measured_has_no_distortions():
 def test_codecs_that_overflow_are_left_out():
     found = gauge().distortions(item(noise(64, 64) * 3e38 / 4))
     assert Codec(Granularity.GROUP, "uniform") not in found
+
+
+def test_rows_of_a_normalisation_count_alike():
+    """An error of the small rows alone is as good as all of the distortion."""
+    x = noise(512, 64)
+    x[::4] *= 100
+    plain, normalised = item(x), item(x)
+    normalised.site.normalised = True
+    channel, token = (
+        Codec(granularity, "uniform") for granularity in (Granularity.CHANNEL, Granularity.TOKEN)
+    )
+    by_energy, by_rows = (gauge().distortions(each) for each in (plain, normalised))
+    assert by_energy[channel][4] < 8 * by_energy[token][4]
+    assert by_rows[channel][4] > 100 * by_rows[token][4]
+    for codec in (channel, token):
+        _, error = gauge().restore(normalised, codec, 4)
+        assert by_rows[codec][4] == pytest.approx(error, rel=0.3)

@@ -36,7 +36,7 @@ CODECS = [
     Codec(granularity, book)
     for granularity in Granularity
     for book in ("uniform", "normal", "root")
-] + [Codec(Granularity.TENSOR, "gelu")]
+] + [Codec(Granularity.TENSOR, "gelu"), Codec(Granularity.TENSOR, "sign")]
 SHAPES = [
     (1, 1),
     (1, 255),
@@ -274,7 +274,7 @@ def test_non_finite_is_refused(native, codec, bad):
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_statistics_that_overflow_are_refused(native, codec):
-    if codec.codebook == "gelu":
+    if codec.private:
         pytest.skip("has no statistics")
     x = torch.full((512,), 3e38)
     x[::3] *= -1

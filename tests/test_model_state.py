@@ -25,3 +25,20 @@ def test_untouched_restores_replaced_buffers():
         table.add_(1)
     assert model.table is table
     assert torch.equal(table, torch.zeros(3))
+
+
+def test_untouched_restores_sparse_buffers():
+    """PEFT's FroD has some."""
+    model = nn.Module()
+    model.register_buffer("table", torch.eye(3).to_sparse())
+    with untouched(model, torch.device("cpu")), torch.no_grad():
+        model.table.mul_(2)
+    assert torch.equal(model.table.to_dense(), torch.eye(3))
+
+
+def test_buffers_without_elements_are_left_alone():
+    model = nn.Module()
+    model.register_buffer("table", torch.zeros(3, device="meta"))
+    with untouched(model, torch.device("cpu")):
+        pass
+    assert model.table.is_meta

@@ -103,6 +103,29 @@ def test_calls_of_a_shared_module_have_one_site():
     assert len([s for s in sites.values() if s.module == ""]) >= 3
 
 
+class Lends(nn.Module):
+    """Another module calls its layer too, as DoRA does with LoRA's matrices."""
+
+    class Borrower(nn.Module):
+        def forward(self, layer):
+            return layer(torch.eye(64))
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        self.borrower = self.Borrower()
+
+    def forward(self, x):
+        norm = self.borrower(self.layer).norm()
+        return {"loss": (self.layer(x) / norm).square().mean()}
+
+
+def test_calls_by_different_modules_have_sites_of_their_own():
+    sites = sites_of(Lends(), {"x": torch.randn(128, 64)}).values()
+    saved = {site.shape for site in sites if site.module == "layer"}
+    assert saved == {(128, 64), (64, 64)}
+
+
 def test_consumers_are_learnt():
     model = Shared()
     daf, compressor = compressed(model, 0.1)

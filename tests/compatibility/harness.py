@@ -20,7 +20,7 @@ from tiny import weights
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
-from daf_hf import DAFCallback, compress_activations
+from daf_hf import DAFCallback, attach, compress_activations
 from daf_hf.accounting import MemoryReport
 from daf_hf.saved_tensors import Compressor
 
@@ -166,13 +166,18 @@ class Training(Subject):
     Args:
         model: as given to the trainer.
         make: builds the trainer, from a folder, a number of steps, and callbacks.
+        attached: ``daf_hf.attach`` is used in place of the callback.
     """
 
     def __init__(
-        self, model: nn.Module, make: Callable[[Path, int, list[TrainerCallback]], Trainer]
+        self,
+        model: nn.Module,
+        make: Callable[[Path, int, list[TrainerCallback]], Trainer],
+        attached: bool = False,
     ) -> None:
         self.model = model
         self._make = make
+        self._attached = attached
 
     def train(
         self,
@@ -182,9 +187,15 @@ class Training(Subject):
         at_end: Callable[[int, Run], None] = lambda step, run: None,
     ) -> Run:
         run = Run()
-        daf = None if options is None else DAFCallback(**options)
-        callbacks = [_Watching(run, daf, at_end)] + ([daf] if daf is not None else [])
-        trainer = self._make(folder, steps, callbacks)
+        watching = _Watching(run, at_end)
+        trainer = self._make(folder, steps, [watching])
+        daf = None
+        if options is not None and self._attached:
+            daf = attach(trainer, **options)
+        elif options is not None:
+            daf = DAFCallback(**options)
+            trainer.add_callback(daf)
+        watching.daf = daf
         trainer.train()
         run.weights = weights(trainer.model)
         run.report = daf.report if daf is not None else None
@@ -192,14 +203,14 @@ class Training(Subject):
 
 
 class _Watching(TrainerCallback):
-    def __init__(
-        self, run: Run, daf: DAFCallback | None, at_end: Callable[[int, Run], None]
-    ) -> None:
-        self._run, self._daf, self._at_end = run, daf, at_end
+    daf: DAFCallback | None = None
+
+    def __init__(self, run: Run, at_end: Callable[[int, Run], None]) -> None:
+        self._run, self._at_end = run, at_end
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._daf is not None and self._run.compressor is None:
-            session = self._daf._session
+        if self.daf is not None and self._run.compressor is None:
+            session = self.daf._session
             assert session is not None
             self._run.compressor = session.compressor
 
