@@ -220,6 +220,31 @@ class _Leave(_Hook):
                 pass
 
 
+class _Followed:
+    """The hooks of a module, taken off and put on again as the same.
+
+    A compiled module is guarded by the very ids of its hooks: under new ones it would be compiled
+    again whenever a loop enters its ``with`` block.
+    """
+
+    def __init__(self, module: nn.Module, enter: _Enter, leave: _Leave) -> None:
+        self._hooks = enter, leave
+        self._handles = (
+            module.register_forward_pre_hook(enter),
+            module.register_forward_hook(leave, always_call=True),
+        )
+
+    def again(self, module: nn.Module) -> None:
+        (enter, leave), (before, after) = self._hooks, self._handles
+        module._forward_pre_hooks[before.id] = enter
+        module._forward_hooks[after.id] = leave
+        module._forward_hooks_always_called[after.id] = True
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
 def _no_hook() -> Callable[..., None]:
     return _do_nothing
 
@@ -273,7 +298,9 @@ class SiteTracker:
                         f"named like {names[len(names) // 2]!r} and {names[-1]!r}"
                     )
         self._local = threading.local()
-        self._removers: list[Callable[[], None]] = []
+        self._followed: weakref.WeakKeyDictionary[nn.Module, _Followed] = (
+            weakref.WeakKeyDictionary()
+        )
         self._ordinals: dict[str, int] = {}
 
     def _root(self) -> nn.Module:
@@ -284,21 +311,17 @@ class SiteTracker:
     def install(self) -> None:
         """Follow the calls of every submodule."""
         for name, module in self._root().named_modules():
-            if name:
-                self._follow(name, module)
+            if name and module not in self._followed:
+                enter = _Enter(self._calls, name, self._on_call)
+                leave = _Leave(self._calls, name, self._on_call)
+                self._followed[module] = _Followed(module, enter, leave)
+            elif name:
+                self._followed[module].again(module)
 
     def remove(self) -> None:
         """Undo :meth:`install`."""
-        for remove in self._removers:
-            remove()
-        self._removers.clear()
-
-    def _follow(self, name: str, module: nn.Module) -> None:
-        enter = module.register_forward_pre_hook(_Enter(self._calls, name, self._on_call))
-        leave = module.register_forward_hook(
-            _Leave(self._calls, name, self._on_call), always_call=True
-        )
-        self._removers += [enter.remove, leave.remove]
+        for followed in self._followed.values():
+            followed.remove()
 
     def _calls(self) -> list[_Call]:
         try:
