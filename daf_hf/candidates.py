@@ -22,6 +22,9 @@ ENTRY_POINTS = "daf_hf.codecs"
 _GRANULARITIES = {granularity.name.lower(): granularity for granularity in Granularity}
 _LONG = 32
 """Fewer elements than this are not worth statistics of their own."""
+UNPLANNED_BITS = 4
+UNPLANNED_COSTS = tuple(4.0**-bits for bits in range(9))
+"""Width and costs for sites that no plan knows yet (a tensor's own energy counts 1)."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from .allocation import Option
 from .codecs import Codec
+from .module_calls import Call, Followed
 from .tensors import operation
 
 LAYOUT_NODES = frozenset(
@@ -81,6 +82,7 @@ class SaveSite:
         two_valued: calibration found exactly two values: stored in one plane without loss.
         keep: calibration found it to be dropout's noise, as the default generator drew it: the
             probability of an element's not being 0. The generator's state is stored.
+        narrow: the dtype that calibration found its integers to fit into; None of others.
         derived: calibration found it to be a function of other saved tensors: not stored.
         feeds: others are functions of it.
         doubted: a step could not confirm that; it is stored from then on.
@@ -109,6 +111,7 @@ class SaveSite:
     candidates: list[tuple[Codec, int]] = field(default_factory=list)
     two_valued: bool = False
     keep: float | None = None
+    narrow: torch.dtype | None = None
     derived: bool = False
     feeds: bool = False
     doubted: bool = False
@@ -119,6 +122,11 @@ class SaveSite:
     known: bool = False
     option: Option | None = None
     placed: tuple[Codec, int] | tuple[str, None] = ("exact", None)
+
+    @property
+    def exact_size(self) -> int:
+        """Bytes of an element that is held exactly."""
+        return (self.narrow or self.dtype).itemsize
 
     @property
     def consumer(self) -> str:
@@ -182,77 +190,6 @@ class Probed:
         return numel, round(self.shape[self.column] * factors[self.column])
 
 
-@dataclass(slots=True)
-class _Call:
-    """A module's call in progress."""
-
-    module: nn.Module
-    name: str
-    seen: dict[tuple[Any, ...], int] = field(default_factory=dict)
-
-
-class _Hook:
-    """A hook of one model: its copies, and pickles of it, get one that does nothing."""
-
-    def __init__(
-        self, calls: Callable[[], list[_Call]], name: str, on_call: Callable[[], None]
-    ) -> None:
-        self._calls = calls
-        self._name = name
-        self._on_call = on_call
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _no_hook, ()
-
-
-class _Enter(_Hook):
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._calls().append(_Call(module, self._name))
-            self._on_call()
-
-
-class _Leave(_Hook):
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            stack = self._calls()
-            while stack and stack.pop().module is not module:
-                pass
-
-
-class _Followed:
-    """The hooks of a module, taken off and put on again as the same.
-
-    A compiled module is guarded by the very ids of its hooks: under new ones it would be compiled
-    again whenever a loop enters its ``with`` block.
-    """
-
-    def __init__(self, module: nn.Module, enter: _Enter, leave: _Leave) -> None:
-        self._hooks = enter, leave
-        self._handles = (
-            module.register_forward_pre_hook(enter),
-            module.register_forward_hook(leave, always_call=True),
-        )
-
-    def again(self, module: nn.Module) -> None:
-        (enter, leave), (before, after) = self._hooks, self._handles
-        module._forward_pre_hooks[before.id] = enter
-        module._forward_hooks[after.id] = leave
-        module._forward_hooks_always_called[after.id] = True
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-
-def _no_hook() -> Callable[..., None]:
-    return _do_nothing
-
-
-def _do_nothing(*args: Any) -> None:
-    pass
-
-
 def _kind(tensor: Tensor) -> str | bool:
     """What a site's key says of how the tensor was made."""
     if tensor.grad_fn is None:
@@ -298,9 +235,7 @@ class SiteTracker:
                         f"named like {names[len(names) // 2]!r} and {names[-1]!r}"
                     )
         self._local = threading.local()
-        self._followed: weakref.WeakKeyDictionary[nn.Module, _Followed] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._followed: weakref.WeakKeyDictionary[nn.Module, Followed] = weakref.WeakKeyDictionary()
         self._ordinals: dict[str, int] = {}
 
     def _root(self) -> nn.Module:
@@ -312,9 +247,7 @@ class SiteTracker:
         """Follow the calls of every submodule."""
         for name, module in self._root().named_modules():
             if name and module not in self._followed:
-                enter = _Enter(self._calls, name, self._on_call)
-                leave = _Leave(self._calls, name, self._on_call)
-                self._followed[module] = _Followed(module, enter, leave)
+                self._followed[module] = Followed(module, name, self._calls, self._on_call)
             elif name:
                 self._followed[module].again(module)
 
@@ -323,17 +256,17 @@ class SiteTracker:
         for followed in self._followed.values():
             followed.remove()
 
-    def _calls(self) -> list[_Call]:
+    def _calls(self) -> list[Call]:
         try:
             return self._local.calls
         except AttributeError:
             self._local.calls = []
             return self._local.calls
 
-    def start(self) -> list[_Call]:
+    def start(self) -> list[Call]:
         """Begin the root module's call in this thread; hand the result to :meth:`finish`."""
         before = self._calls()
-        self._local.calls = [_Call(self._root(), "")]
+        self._local.calls = [Call(self._root(), "")]
         return before
 
     def restart(self) -> None:
@@ -342,7 +275,7 @@ class SiteTracker:
         if len(calls) == 1:
             calls[0].seen.clear()
 
-    def finish(self, before: list[_Call]) -> None:
+    def finish(self, before: list[Call]) -> None:
         """End it, whatever calls an exception left open."""
         self._local.calls = before
 
@@ -360,7 +293,7 @@ class SiteTracker:
         """
         calls = self._calls()
         if not calls:
-            calls.append(_Call(self._root(), ""))
+            calls.append(Call(self._root(), ""))
         call = calls[-1]
         path: tuple[Any, ...] = (_kind(tensor),)
         if frame is not None:
