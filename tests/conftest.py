@@ -67,3 +67,7 @@ def no_hook_is_left():
 def pytest_configure(config):
     # peft still asks transformers under the old name.
     config.addinivalue_line("filterwarnings", "ignore:.*is_gradient_checkpointing.*:FutureWarning")
+    # Dynamo asks it of every tensor with which it goes on after a break of the graph.
+    config.addinivalue_line(
+        "filterwarnings", "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+    )
