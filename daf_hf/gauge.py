@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .candidates import reads_gelu_slope
+from .candidates import keeps_zeros, reads_gelu_slope
 from .codecs import Codec, gelu_slope
 from .fitting import fitted
 from .kernels import reference
@@ -126,6 +126,7 @@ class Gauge:
         for codec in self._candidates.at(item.site, part.values, part.cols):
             measure(codec)
         fit = self._candidates.automatic and item.flat.numel() >= FITTED_ELEMENTS
+        fit &= not keeps_zeros(item.site, part.values)
         for codec in _worth_fitting(found) if fit else ():
             statistics = part.statistics(codec, FITTED_AT)
             if statistics is not None:

@@ -154,7 +154,8 @@ class Placement:
             # Beside a plan these are few, and many bits for them cost little.
             most = MAX_BITS if self.calibrated else UNPLANNED_BITS
             bits = max((b for b in allowed if b <= most), default=allowed[0])
-            codec, costs = self.candidates.unplanned(self.frugal), UNPLANNED_COSTS
+            rectified = bool(flat.numel()) and float(flat.min()) == 0
+            codec, costs = self.candidates.unplanned(self.frugal, rectified), UNPLANNED_COSTS
         else:
             codec, bits, costs = option.codec, option.bits, option.costs
         return Stored(codec.layout(flat.numel(), cols, bits), bits, allowed, costs), codec
