@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import set_eval_frame
 
 from .batches import Inputs
+from .compilers import as_compiled_here
 
 
 class Watcher(Protocol):
@@ -58,7 +58,7 @@ def wrap_forward(model: nn.Module, watcher: Watcher) -> Callable[[], None]:
         this = watching()
         if this is None or not this.installed or not torch.is_grad_enabled():
             return original(*args, **kwargs)
-        current = begin(this, _as_compiled_here(original), (args, kwargs))
+        current = begin(this, as_compiled_here(original), (args, kwargs))
         completed = False
         try:
             outputs = original(*args, **kwargs)
@@ -83,24 +83,3 @@ def wrap_forward(model: nn.Module, watcher: Watcher) -> Callable[[], None]:
 
     model.forward = wrapped
     return restore
-
-
-def _as_compiled_here(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``original``, compiled wherever it is called if a compiler would take it up here.
-
-    ``torch.compile(model)`` compiles the frames that are called inside; what we do meanwhile is
-    out of its sight, and a calibration is to see the tensors that the compiled model saves.
-    """
-    compiler = set_eval_frame(None)  # there is no other way to ask for it
-    set_eval_frame(compiler)
-    if not compiler:
-        return original
-
-    def compiled(*args: Any, **kwargs: Any) -> Any:
-        outside = set_eval_frame(compiler)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            set_eval_frame(outside)
-
-    return compiled

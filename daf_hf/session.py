@@ -22,6 +22,7 @@ from .budget import Budget
 from .budgets import BudgetSweep, probe_room
 from .calibration import Calibration, CalibrationError, NothingToMeasureError
 from .calibration_schedule import CalibrationSchedule
+from .compilers import keep_out
 from .config import RECOMMENDED, DAFConfig
 from .forward import wrap_forward
 from .host_memory import short_lived_blocks, trim_heap, tune_malloc
@@ -112,6 +113,7 @@ class Session:
             other.remove()
         # Importances are measured on retained graphs, which donated buffers would forbid.
         functorch_config.donated_buffer = False
+        keep_out()
         self._restore = wrap_forward(model, self)
         self._restore_heads = chunk_losses(model, self.config.chunked_loss)
         self.compressor.tracker.install()
