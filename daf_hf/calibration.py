@@ -203,6 +203,7 @@ class Calibration:
                 found.mean_magnitude,
             )
             site.two_valued, site.keep = found.two_valued, found.keep
+            site.narrow = found.narrow
             site.distortions = found.distortions
             if found.distortions:
                 self._nbytes[site] = found.numel * found.uses * site.dtype.itemsize

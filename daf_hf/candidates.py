@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from .codebook_check import check_codebook
-from .codecs import BINARY, BUILT_IN, FRUGAL, GELU, GENERAL, SIGN, Codec, codebook_names, named
+from .codecs import (
+    BINARY,
+    BUILT_IN,
+    FRUGAL,
+    GELU,
+    GENERAL,
+    RECTIFIED,
+    SIGN,
+    Codec,
+    codebook_names,
+    named,
+)
 from .kernels.format import Codebook, Granularity, Statistics
 from .user_objects import load_object
 
@@ -20,8 +31,12 @@ if TYPE_CHECKING:
 AUTO = "auto"
 ENTRY_POINTS = "daf_hf.codecs"
 _GRANULARITIES = {granularity.name.lower(): granularity for granularity in Granularity}
+_ASKS_FOR_ZEROS = ("ReluBackward0.result", "CompiledFunctionBackward.saved_tensors")
 _LONG = 32
 """Fewer elements than this are not worth statistics of their own."""
+UNPLANNED_BITS = 4
+UNPLANNED_COSTS = tuple(4.0**-bits for bits in range(9))
+"""Width and costs for sites that no plan knows yet (a tensor's own energy counts 1)."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +64,9 @@ class Candidates:
         found: dict[Codec, None] = {}
         if self.automatic:
             books = ["uniform", "normal"]
-            if float(flat.min()) >= 0:
+            if keeps_zeros(site, flat):
+                books = [RECTIFIED.codebook]
+            elif float(flat.min()) >= 0:
                 books.append("root")
             found.update(dict.fromkeys(Codec(g, book) for g in granularities for book in books))
             found[GELU] = None
@@ -57,8 +74,15 @@ class Candidates:
             found.update(dict.fromkeys(_codecs(each, granularities)))
         return [codec for codec in found if serves(codec, site)]
 
-    def unplanned(self, frugal: bool) -> Codec:
-        """The codec for a site that no plan knows; ``frugal`` where bits are few."""
+    def unplanned(self, frugal: bool, rectified: bool = False) -> Codec:
+        """The codec for a site that no plan knows.
+
+        Args:
+            frugal: bits are few.
+            rectified: the least element is zero.
+        """
+        if self.automatic and rectified:
+            return RECTIFIED
         if self.automatic:
             return FRUGAL if frugal else GENERAL
         codecs = [codec for each in self.others for codec in _codecs(each, [Granularity.GROUP])]
@@ -79,6 +103,16 @@ def serves(codec: Codec, site: SaveSite) -> bool:
     """Whether what the codec restores is of use to all that reads the site's tensors."""
     own = {GELU.codebook: reads_gelu_slope, SIGN.codebook: reads_sign}
     return not codec.private or own[codec.codebook](site)
+
+
+def keeps_zeros(site: SaveSite, flat: Tensor) -> bool:
+    """Whether zeros must stay zeros: ReLU's backward, or a compiled one, asks where they are.
+
+    A zero that is restored as anything else opens the way to a gradient that is as large as the
+    others, however small the error: importances, which are measured at few bits, cannot tell.
+    """
+    asked = any(reader in _ASKS_FOR_ZEROS for reader in site.consumers)
+    return asked and float(flat.min()) == 0
 
 
 def resolve_codecs(spec: Any) -> Candidates:

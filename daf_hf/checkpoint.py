@@ -36,7 +36,8 @@ FILE = "daf_state.pt"
 
 _FIELDS = (
     *("dtype", "consumers", "probed", "importance", "error_at_zero", "candidates", "two_valued"),
-    *("keep", "normalised", "derived", "feeds", "doubted", "live", "alive", "watched", "known"),
+    *("keep", "narrow", "normalised", "derived", "feeds", "doubted", "live", "alive", "watched"),
+    "known",
 )
 _SESSION = ("_calibration_failed", "_calibration_needs", "_judged")
 _SCHEDULE = ("calibrated_at", "for_change", "last_seconds")

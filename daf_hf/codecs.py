@@ -89,6 +89,29 @@ def root() -> Codebook:
     return Codebook("root", Statistics.RANGE, 0.0, float(_CELLS), _CELLS, lut, _tables(mean_square))
 
 
+@cache
+def rectified() -> Codebook:
+    """The unit's minimum, exactly, and bins of what is above it: for outputs of ReLU.
+
+    ReLU's backward asks which of its outputs are zero. A minimum of zero is restored as zero, and
+    nothing else is but what is nearest to it: at any width but 0. The bins are equal in the square
+    root, with a half-normal's means, whose maximum is at three standard deviations.
+    """
+    centre = (torch.arange(_CELLS, dtype=torch.float64) + 0.5) / _CELLS
+    lut = (128 + (centre.sqrt() * 128).floor()).to(torch.uint8)
+    lut[0] = 0
+    mass = torch.exp(-((3 * centre) ** 2) / 2)
+
+    def conditional_mean(first: int, last: int) -> float:
+        inside = (lut >= max(first, 128)) & (lut <= last)
+        if not inside.any():  # the minimum, or a code that is never written
+            return 0.0
+        return float((mass * centre)[inside].sum() / mass[inside].sum())
+
+    tables = _tables(conditional_mean)
+    return Codebook("rectified", Statistics.RANGE, 0.0, float(_CELLS), _CELLS, lut, tables)
+
+
 def gelu_slope(x: torch.Tensor) -> torch.Tensor:
     """Derivative of GELU: Phi(x) + x phi(x)."""
     # By erf, which torch vectorizes, unlike special.ndtr.
@@ -155,6 +178,7 @@ _CODEBOOKS: dict[str, Any] = {
     "uniform": uniform,
     "normal": normal,
     "root": root,
+    "rectified": rectified,
     "gelu": gelu,
     "sign": sign,
     "binary": binary,
@@ -334,6 +358,9 @@ GENERAL = Codec(Granularity.GROUP, "uniform")
 
 FRUGAL = Codec(Granularity.GROUP, "normal")
 """The same where bits are few: its error is then less than half."""
+
+RECTIFIED = Codec(Granularity.GROUP, "rectified")
+"""The same for what has no elements below zero."""
 
 
 def parse_codec(text: str) -> Codec:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from .batches import Inputs
+from .compilers import as_compiled_here
 
 
 class Watcher(Protocol):
@@ -57,7 +58,7 @@ def wrap_forward(model: nn.Module, watcher: Watcher) -> Callable[[], None]:
         this = watching()
         if this is None or not this.installed or not torch.is_grad_enabled():
             return original(*args, **kwargs)
-        current = begin(this, original, (args, kwargs))
+        current = begin(this, as_compiled_here(original), (args, kwargs))
         completed = False
         try:
             outputs = original(*args, **kwargs)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .candidates import reads_gelu_slope, reads_sign, serves
+from .candidates import keeps_zeros, reads_gelu_slope, reads_sign, serves
 from .codecs import Codec, gelu_slope
 from .fitting import fitted
 from .kernels import reference
@@ -130,7 +130,7 @@ class Gauge:
         for codec in self._candidates.at(item.site, part.values, part.cols):
             measure(codec)
         fit = self._candidates.automatic and item.flat.numel() >= FITTED_ELEMENTS
-        fit = fit and not reads_sign(item.site)
+        fit &= not (reads_sign(item.site) or keeps_zeros(item.site, part.values))
         for codec in _worth_fitting(found) if fit else ():
             statistics = part.statistics(codec, FITTED_AT)
             if statistics is not None:

@@ -121,6 +121,20 @@ class Copy(Physical):
         return self.elements.to(self.device, copy=True)
 
 
+class Narrow(Physical):
+    """Integers held in a narrower dtype that has room for all of them."""
+
+    __slots__ = ("dtype", "elements")
+
+    def __init__(self, site: SaveSite, elements: Tensor, lease: Lease, dtype: torch.dtype) -> None:
+        super().__init__(site, lease)
+        self.elements = elements
+        self.dtype = dtype
+
+    def flat(self) -> Tensor:
+        return self.elements.to(self.dtype)
+
+
 class Drawn(Physical):
     """Dropout's noise, of which the generator's state is held.
 

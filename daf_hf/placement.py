@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .accounting import Ledger
 from .arena import PAGE_COST, Arena
-from .candidates import resolve_codecs
+from .candidates import UNPLANNED_BITS, UNPLANNED_COSTS, resolve_codecs
 from .codecs import BINARY, Codec
 from .config import DAFConfig
 from .dropout import Draws
@@ -25,13 +25,13 @@ from .kernels.format import MAX_BITS
 from .kernels.noise import STATE_BYTES, Stream, streams
 from .leases import DeferredEnds, Lease
 from .packing import Job, Packer, Packing, choose_packer
-from .physical import Copy, Drawn, Pages, Physical, Refused, Spilled
+from .physical import Copy, Drawn, Narrow, Pages, Physical, Refused, Spilled
 from .refusal import BudgetError, Refusal
 from .rows import spread
 from .sites import SaveSite
 from .spill import Parcel, SpillFile
 from .stored import Stored
-from .tensors import is_representable, may_be_two_valued
+from .tensors import is_representable, may_be_two_valued, narrowest
 from .workspace import Workspace
 
 logger = logging.getLogger("daf_hf")
@@ -42,10 +42,6 @@ SMALLEST_BYTES = 4096
 COMPRESSIBLE = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST = 1e18
 """Elements of which no plan knows are kept exactly if any is larger."""
-
-UNPLANNED_BITS = 4
-UNPLANNED_COSTS = tuple(4.0**-bits for bits in range(9))
-"""Width and costs for sites that no plan knows yet (a tensor's own energy counts 1)."""
 
 
 class Placement:
@@ -121,7 +117,7 @@ class Placement:
                 physical = self._encode(flat, site, *self._planned(flat, cols, site))
                 if physical is not None:
                     return physical
-        return self._hold(flat, cols, site, cdata, whole)
+        return self._narrow(flat, site, cdata) or self._hold(flat, cols, site, cdata, whole)
 
     def _may_quantize(self, flat: Tensor, site: SaveSite) -> bool:
         """Whether elements may lose bits."""
@@ -158,7 +154,8 @@ class Placement:
             # Beside a plan these are few, and many bits for them cost little.
             most = MAX_BITS if self.calibrated else UNPLANNED_BITS
             bits = max((b for b in allowed if b <= most), default=allowed[0])
-            codec, costs = self.candidates.unplanned(self.frugal), UNPLANNED_COSTS
+            rectified = bool(flat.numel()) and float(flat.min()) == 0
+            codec, costs = self.candidates.unplanned(self.frugal, rectified), UNPLANNED_COSTS
         else:
             codec, bits, costs = option.codec, option.bits, option.costs
         return Stored(codec.layout(flat.numel(), cols, bits), bits, allowed, costs), codec
@@ -255,6 +252,18 @@ class Placement:
             if physical is not None:
                 return physical
         return self._overflow(flat, site, needed)
+
+    def _narrow(self, flat: Tensor, site: SaveSite, cdata: int) -> Physical | None:
+        """Hold integers in a narrower dtype; None where there is none."""
+        small = flat.nbytes < SMALLEST_BYTES or not site.compressible
+        dtype = flat.dtype if small or self.ledger.is_held_exactly(cdata) else narrowest(flat)
+        if dtype is flat.dtype:
+            return None
+        needed = flat.numel() * dtype.itemsize
+        site.placed = "narrow", None
+        if self.refusal or not self._reserve(needed):
+            return self._overflow(flat, site, needed)
+        return Narrow(site, flat.to(dtype), Lease(self._end_outside, needed), flat.dtype)
 
     def _reserve(self, nbytes: int) -> bool:
         """Count exact bytes, demoting live activations as far as it takes."""

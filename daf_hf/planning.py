@@ -238,6 +238,7 @@ class Planner:
             numel, cols = site.probed.predict(batch)
             nbytes = numel * site.dtype.itemsize
             if site.compressible and nbytes >= SMALLEST_BYTES:
+                nbytes = numel * site.exact_size
                 book, bits = (BINARY, 1) if site.two_valued else (codec, fewest)
                 if site.two_valued or site.dtype in COMPRESSIBLE:
                     nbytes = book.layout(numel, cols or 1, bits).pages(bits) * PAGE_COST
@@ -307,6 +308,8 @@ class Planner:
         nbytes = numel * site.dtype.itemsize
         if site.derived and nbytes >= SMALLEST_BYTES:
             return _witness_bytes(site)
+        if nbytes >= SMALLEST_BYTES:
+            nbytes = numel * site.exact_size
         if site.two_valued and nbytes >= SMALLEST_BYTES:
             nbytes = BINARY.layout(numel, cols or 1, 1).pages(1) * PAGE_COST
             if site.keep is not None:

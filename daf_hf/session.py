@@ -25,6 +25,7 @@ from .budget import Budget
 from .budgets import BudgetSweep, probe_room
 from .calibration import Calibration
 from .calibration_schedule import CalibrationSchedule
+from .compilers import keep_out
 from .config import RECOMMENDED, DAFConfig
 from .distributed import ALONE, needs_others, ranks_of
 from .forward import wrap_forward
@@ -124,6 +125,7 @@ class Session:
             other.remove()
         # Importances are measured on retained graphs, which donated buffers would forbid.
         functorch_config.donated_buffer = False
+        keep_out()
         self._restore = wrap_forward(model, self)
         self._restore_heads = chunk_losses(model, self.config.chunked_loss)
         self.compressor.tracker.install()

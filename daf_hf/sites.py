@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from .allocation import Option
 from .codecs import Codec
+from .module_calls import Call, Followed
 from .places import place_of
 from .tensors import operation
 
@@ -83,6 +84,7 @@ class SaveSite:
         two_valued: calibration found exactly two values: stored in one plane without loss.
         keep: calibration found it to be dropout's noise, as the default generator drew it: the
             probability of an element's not being 0. The generator's state is stored.
+        narrow: the dtype that calibration found its integers to fit into; None of others.
         normalised: one of its readers divides each row by the row's own size (LayerNorm, RMSNorm).
         derived: calibration found it to be a function of other saved tensors: not stored.
         feeds: others are functions of it.
@@ -112,6 +114,7 @@ class SaveSite:
     candidates: list[tuple[Codec, int]] = field(default_factory=list)
     two_valued: bool = False
     keep: float | None = None
+    narrow: torch.dtype | None = None
     normalised: bool = False
     derived: bool = False
     feeds: bool = False
@@ -123,6 +126,11 @@ class SaveSite:
     known: bool = False
     option: Option | None = None
     placed: tuple[Codec, int] | tuple[str, None] = ("exact", None)
+
+    @property
+    def exact_size(self) -> int:
+        """Bytes of an element that is held exactly."""
+        return (self.narrow or self.dtype).itemsize
 
     @property
     def consumer(self) -> str:
@@ -186,52 +194,6 @@ class Probed:
         return numel, round(self.shape[self.column] * factors[self.column])
 
 
-@dataclass(slots=True)
-class _Call:
-    """A module's call in progress."""
-
-    module: nn.Module
-    name: str
-    seen: dict[tuple[Any, ...], int] = field(default_factory=dict)
-
-
-class _Hook:
-    """A hook of one model: its copies, and pickles of it, get one that does nothing."""
-
-    def __init__(
-        self, calls: Callable[[], list[_Call]], name: str, on_call: Callable[[], None]
-    ) -> None:
-        self._calls = calls
-        self._name = name
-        self._on_call = on_call
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _no_hook, ()
-
-
-class _Enter(_Hook):
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._calls().append(_Call(module, self._name))
-            self._on_call()
-
-
-class _Leave(_Hook):
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            stack = self._calls()
-            while stack and stack.pop().module is not module:
-                pass
-
-
-def _no_hook() -> Callable[..., None]:
-    return _do_nothing
-
-
-def _do_nothing(*args: Any) -> None:
-    pass
-
-
 def _kind(tensor: Tensor) -> str | bool:
     """What a site's key says of how the tensor was made."""
     if tensor.grad_fn is None:
@@ -281,7 +243,7 @@ class SiteTracker:
                         f"named like {names[len(names) // 2]!r} and {names[-1]!r}"
                     )
         self._local = threading.local()
-        self._removers: list[Callable[[], None]] = []
+        self._followed: weakref.WeakKeyDictionary[nn.Module, Followed] = weakref.WeakKeyDictionary()
         self.ordinals: dict[str, int] = {}
 
     def _root(self) -> nn.Module:
@@ -292,33 +254,27 @@ class SiteTracker:
     def install(self) -> None:
         """Follow the calls of every submodule."""
         for name, module in self._root().named_modules():
-            if name:
-                self._follow(name, module)
+            if name and module not in self._followed:
+                self._followed[module] = Followed(module, name, self._calls, self._on_call)
+            elif name:
+                self._followed[module].again(module)
 
     def remove(self) -> None:
         """Undo :meth:`install`."""
-        for remove in self._removers:
-            remove()
-        self._removers.clear()
+        for followed in self._followed.values():
+            followed.remove()
 
-    def _follow(self, name: str, module: nn.Module) -> None:
-        enter = module.register_forward_pre_hook(_Enter(self._calls, name, self._on_call))
-        leave = module.register_forward_hook(
-            _Leave(self._calls, name, self._on_call), always_call=True
-        )
-        self._removers += [enter.remove, leave.remove]
-
-    def _calls(self) -> list[_Call]:
+    def _calls(self) -> list[Call]:
         try:
             return self._local.calls
         except AttributeError:
             self._local.calls = []
             return self._local.calls
 
-    def start(self) -> list[_Call]:
+    def start(self) -> list[Call]:
         """Begin the root module's call in this thread; hand the result to :meth:`finish`."""
         before = self._calls()
-        self._local.calls = [_Call(self._root(), "")]
+        self._local.calls = [Call(self._root(), "")]
         return before
 
     def restart(self) -> None:
@@ -327,7 +283,7 @@ class SiteTracker:
         if len(calls) == 1:
             calls[0].seen.clear()
 
-    def finish(self, before: list[_Call]) -> None:
+    def finish(self, before: list[Call]) -> None:
         """End it, whatever calls an exception left open."""
         self._local.calls = before
 
@@ -345,7 +301,7 @@ class SiteTracker:
         """
         calls = self._calls()
         if not calls:
-            calls.append(_Call(self._root(), ""))
+            calls.append(Call(self._root(), ""))
         call = calls[-1]
         path: tuple[Any, ...] = (_kind(tensor),)
         if frame is not None:

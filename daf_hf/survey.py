@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .batches import Inputs
@@ -14,7 +15,7 @@ from .gauge import Gauge, sample
 from .placement import COMPRESSIBLE, SMALLEST_BYTES
 from .saved_tensors import Compressor
 from .sites import SaveSite
-from .tensors import is_two_valued
+from .tensors import WIDE, is_two_valued, narrowest
 from .watching import Item, Pass
 
 
@@ -28,7 +29,7 @@ class Finding:
         uses: tensors stored in one forward pass; duplicates of others' do not count.
         mean_square, mean_magnitude: of its elements.
         two_valued: it has exactly two values.
-        keep: see :class:`SaveSite`.
+        keep, narrow: see :class:`SaveSite`.
         distortions: for each candidate codec, at 0..8 bits.
     """
 
@@ -40,6 +41,7 @@ class Finding:
     mean_magnitude: float
     two_valued: bool
     keep: float | None
+    narrow: torch.dtype | None
     distortions: dict[Codec, tuple[float, ...]]
 
 
@@ -94,10 +96,13 @@ class Survey(Pass):
             0.0 if empty else float(values.abs().mean()),
             False,
             None,
+            None,
             {},
         )
         if flat.nbytes >= SMALLEST_BYTES and item.site.compressible:
-            finding.two_valued = is_two_valued(flat)
+            may_be_encoded = flat.dtype in COMPRESSIBLE or flat.dtype is torch.bool
+            finding.two_valued = may_be_encoded and is_two_valued(flat)
+            finding.narrow = narrowest(flat) if flat.dtype in WIDE else None
             derived = item.site.derived
             if finding.two_valued:
                 finding.keep = self.compressor.draws.learn(flat)

@@ -13,6 +13,8 @@ _functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
 
 
 HALVES = (torch.bfloat16, torch.float16)
+NARROW = (torch.uint8, torch.int8, torch.int16, torch.int32)
+WIDE = (torch.int16, torch.int32, torch.int64)
 
 
 @lru_cache(maxsize=65536)
@@ -101,6 +103,15 @@ def is_representable(flat: Tensor, two_valued: bool) -> bool:
         return flat.unique().numel() <= 2
     low, high = (end.bfloat16().float() for end in flat.aminmax())
     return bool((high - low).isfinite())
+
+
+def narrowest(flat: Tensor) -> torch.dtype:
+    """The narrowest integer dtype that has room for every element; else the tensor's own."""
+    if flat.dtype not in WIDE or not flat.numel():
+        return flat.dtype
+    low, high = (int(end) for end in flat.aminmax())
+    fitting = (d for d in NARROW if torch.iinfo(d).min <= low and high <= torch.iinfo(d).max)
+    return min(next(fitting, flat.dtype), flat.dtype, key=lambda dtype: dtype.itemsize)
 
 
 def source_of_copy(tensor: Tensor, candidates: Iterable[Tensor | None]) -> Tensor | None:

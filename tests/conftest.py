@@ -69,3 +69,7 @@ def pytest_configure(config):
     smoothing = "label_smoothing_factor. is deprecated in .SFTTrainer"
     for text in ("gradient_checkpointing. is deprecated", "treespec, LeafSpec", smoothing):
         config.addinivalue_line("filterwarnings", f"ignore:.*{text}.*:FutureWarning")
+    # Dynamo asks it of every tensor with which it goes on after a break of the graph.
+    config.addinivalue_line(
+        "filterwarnings", "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+    )

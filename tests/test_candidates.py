@@ -12,7 +12,7 @@ from torch import nn
 
 from daf_hf import DAFConfig, codebook_from_levels, compress_activations, user_objects
 from daf_hf.candidates import resolve_codecs
-from daf_hf.codecs import FRUGAL, GELU, GENERAL, Codec, uniform
+from daf_hf.codecs import FRUGAL, GELU, GENERAL, RECTIFIED, Codec, uniform
 from daf_hf.kernels.format import Granularity
 from daf_hf.sites import SaveSite
 
@@ -63,6 +63,19 @@ def test_automatic():
     assert names("auto", rows=8) == [f"{g}+{book}" for g in by[:3] for book in everywhere]
     assert names("auto", cols=16)[-1] == "channel+normal"
     assert "token+normal" not in names("auto", cols=16)
+
+
+@pytest.mark.parametrize(
+    "reader", ["ReluBackward0.result", "CompiledFunctionBackward.saved_tensors"]
+)
+def test_zeros_stay_zeros_where_they_are_asked_for(reader):
+    site = SaveSite("m/0", "m", consumers={reader, "ConvolutionBackward0.input"})
+    by = ["group", "tensor", "token", "channel"]
+    assert names("auto", site, low=0.0) == [f"{g}+rectified" for g in by]
+    assert "group+uniform" in names("auto", site, low=-1.0)
+    assert "group+uniform" in names("auto", OTHER, low=0.0)
+    assert resolve_codecs("auto").unplanned(False, rectified=True) == RECTIFIED
+    assert resolve_codecs("normal").unplanned(False, rectified=True) != RECTIFIED
 
 
 def test_one_codec_wherever_and_whatever():

@@ -65,6 +65,41 @@ def test_nothing_is_seen_without_gradients_or_when_it_is_not_to_be():
     assert notes.seen == []
 
 
+class Runs(Notes):
+    """Runs the model itself before each pass, as a calibration does."""
+
+    def begin_pass(self, original, inputs):
+        original(*inputs[0], **inputs[1])
+        torch.ones(2).sin().cos()  # not the model's, and not to be compiled
+        return super().begin_pass(original, inputs)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_what_is_compiled_is_compiled_for_those_who_watch(in_place):
+    """And nothing of theirs is; without a compiler nothing is compiled."""
+    compiled, run = [], []
+
+    def backend(graph, inputs):
+        compiled.append([node.target for node in graph.graph.nodes if node.op != "output"])
+        return lambda *args: run.append(1) or graph(*args)
+
+    torch._dynamo.reset()
+    model, notes = Model(), Runs()
+    wrap_forward(model, notes)
+    model(torch.zeros(2, 1))
+    assert not compiled
+    if in_place:
+        model.compile(backend=backend)
+    call = model if in_place else torch.compile(model, backend=backend)
+    for _ in range(3):
+        call(torch.zeros(2, 1))
+    assert len(compiled) == 1
+    assert len(run) == 6
+    model.forward(torch.zeros(2, 1))
+    assert len(run) == 6
+    torch._dynamo.reset()
+
+
 def test_who_watches_is_not_kept_alive():
     model, notes = Model(), Notes()
     wrap_forward(model, notes)

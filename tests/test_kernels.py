@@ -35,7 +35,7 @@ DTYPES = (*FLOATS, torch.uint8, torch.bool)
 CODECS = [
     Codec(granularity, book)
     for granularity in Granularity
-    for book in ("uniform", "normal", "root")
+    for book in ("uniform", "normal", "root", "rectified")
 ] + [Codec(Granularity.TENSOR, "gelu"), Codec(Granularity.TENSOR, "sign")]
 SHAPES = [
     (1, 1),

@@ -325,6 +325,35 @@ def test_a_change_of_the_storage_through_a_view_raises():
         y.backward()
 
 
+# Integers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "size"),
+    [(0, 255, 1), (0, 256, 2), (-128, 127, 1), (-100, 30_000, 2), (0, 32_768, 4), (0, 2**31, 8)],
+)
+def test_integers_are_held_in_as_few_bytes_as_they_need(low, high, size):
+    x = torch.full((4096,), low, dtype=torch.int64)
+    x[7] = high
+    with (daf := compressor()).scope():
+        y, out = save(x, x.view(64, 64))
+    assert daf.arena.held_bytes == size * x.numel()
+    y.backward()
+    assert out[0].dtype == torch.int64
+    assert torch.equal(out[0], x)
+    assert torch.equal(out[1], x.view(64, 64))
+
+
+def test_integers_that_are_held_anyhow_are_not_copied():
+    x = torch.arange(4096, dtype=torch.int32)
+    x[0] = 2**30
+    with (daf := compressor()).scope():
+        y, out = save(x, x[:2048])  # the second is narrow, and there
+    assert daf.arena.held_bytes == x.nbytes
+    y.backward()
+    assert torch.equal(out[1], x[:2048])
+
+
 # Ends --------------------------------------------------------------------------------------------
 
 
@@ -406,7 +435,7 @@ def test_too_much_at_the_fewest_bits_is_refused():
 
 
 def test_the_least_budget_that_is_named_does():
-    tensors = [noise(128, 64, seed=i) for i in range(12)] + [torch.arange(2000)]
+    tensors = [noise(128, 64, seed=i) for i in range(12)] + [torch.arange(8000)]
 
     def error_at(budget_mb):
         daf = compressor(budget_mb, bits=(0, 1, 2, 4))

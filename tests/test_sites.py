@@ -156,6 +156,22 @@ def test_an_exception_in_a_module_does_not_confuse_the_next_call():
     assert not model.layer._forward_hooks
 
 
+def test_a_model_is_followed_anew_by_the_same_hooks():
+    """Compiled models are guarded by hooks' ids."""
+    model = Shared()
+    tracker = SiteTracker(model)
+    tracker.install()
+    first = dict(model.layer._forward_hooks), dict(model.layer._forward_pre_hooks)
+    assert all(first)
+    tracker.remove()
+    assert not any(vars(model.layer)[name] for name in vars(model.layer) if "_hooks" in name)
+    tracker.install()
+    assert (dict(model.layer._forward_hooks), dict(model.layer._forward_pre_hooks)) == first
+    assert set(model.layer._forward_hooks_always_called) == set(first[0])
+    tracker.remove()
+    assert not any(vars(model.layer)[name] for name in vars(model.layer) if "_hooks" in name)
+
+
 def test_a_followed_model_can_be_copied_and_pickled():
     model = Shared()
     tracker = SiteTracker(model)
