@@ -320,9 +320,8 @@ class SiteTracker:
     def _add(self, key: tuple[Any, ...], module: str) -> SaveSite:
         place = place_of(key)
         if place in self.sites:  # another rank has met it, and told
-            renamed = {key if k == place else k: site for k, site in self.sites.items()}
-            self.sites = renamed
-            return renamed[key]
+            self.sites = {key if k == place else k: site for k, site in self.sites.items()}
+            return self.sites[key]
         number = self.ordinals.get(module, 0)
         self.ordinals[module] = number + 1
         compressible = any(fnmatchcase(module, p) for p in self._include) and not any(

@@ -138,9 +138,9 @@ def test_consumers_are_learnt():
 def test_patterns():
     model = build("bert")
     tracker = SiteTracker(model, ("*.layer.0.*", "*.classifier*"), ("*.attention.*",))
-    assert tracker._add(1, "bert.encoder.layer.0.output").compressible
-    assert not tracker._add(2, "bert.encoder.layer.1.output").compressible
-    assert not tracker._add(3, "bert.encoder.layer.0.attention.self").compressible
+    assert tracker._add((1,), "bert.encoder.layer.0.output").compressible
+    assert not tracker._add((2,), "bert.encoder.layer.1.output").compressible
+    assert not tracker._add((3,), "bert.encoder.layer.0.attention.self").compressible
 
 
 def test_an_exception_in_a_module_does_not_confuse_the_next_call():
