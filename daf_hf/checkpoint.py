@@ -38,7 +38,10 @@ _SESSION = ("_calibration_failed", "_calibration_needs", "_judged")
 _SCHEDULE = ("calibrated_at", "for_change", "last_seconds")
 _PLACEMENT = ("calibrated", "frugal")
 _PLANNER = ("_corrections", "_overlap", "token_seconds")
-_OPTIONS = ("bits", "importance", "codec", "include", "exclude", "skip_padding", "derive")
+_OPTIONS = (
+    *("bits", "importance", "codec", "include", "exclude", "skip_padding", "derive"),
+    "checkpoint_inputs",
+)
 """What was measured holds under these options alone."""
 
 _PARTS = [list(names) for names in (_FIELDS, _SESSION, _SCHEDULE, _PLACEMENT, _PLANNER)]

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .checkpointed import LEAST_BITS
 from .config import DAFConfig
 from .derivations import derivation, remember
 from .expressions import WITNESSES, Reader, Sampler, Source
@@ -68,7 +69,9 @@ class Compressor:
         )
         self.draws, self.backend = placement.draws, placement.backend
         self.lock, self.unplanned = placement.lock, placement.unplanned
-        self.tracker = SiteTracker(model, config.include, config.exclude, self.draws.note)
+        self.tracker = SiteTracker(
+            model, config.include, config.exclude, self.draws.note, config.checkpoint_bits
+        )
         self._hooks = (self._pack, self._unpack)
         self._local = threading.local()
         self._parameters: frozenset[int] = frozenset()
@@ -98,11 +101,11 @@ class Compressor:
         return getattr(self._local, "depth", 0) > 0
 
     @property
-    def shadowed(self) -> bool:
-        """Whether another model's scope is what this thread entered last."""
+    def on_top(self) -> bool:
+        """Whether all that this thread saves comes here first, and is not taken for recomputed."""
         top = top_hooks()
-        owner = getattr(top[0], "__self__", None) if top else None
-        return isinstance(owner, Compressor) and owner is not self
+        here = top is not None and top[0] == self._hooks[0]
+        return here and self._local.task == torch._C._current_graph_task_id()
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -114,9 +117,12 @@ class Compressor:
         calls = self.tracker.start()
         push_hooks(self._hooks)
         self._local.depth = getattr(self._local, "depth", 0) + 1
+        before = getattr(self._local, "task", -1)
+        self._local.task = torch._C._current_graph_task_id()
         try:
             yield
         finally:
+            self._local.task = before
             self._local.depth -= 1
             pop_hooks(self._hooks)
             self.tracker.finish(calls)
@@ -216,7 +222,7 @@ class Compressor:
         cdata = storage._cdata
         if self.is_parameter(tensor, storage):
             return Kept(tensor)
-        if torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() != self._local.task:
             # Saved by a checkpoint that recomputes in backward: read at once, then gone.
             self.ledger.count("recomputed")
             return Kept(tensor)
@@ -241,8 +247,7 @@ class Compressor:
         key = (cdata, tensor.storage_offset(), tensor.dtype, version, extent)
         if not whole:
             key = (*key, shape, stride)
-        reference = self._physicals.get(key)
-        physical = reference() if reference is not None else None
+        physical = self._stored_before(key, site)
         if physical is None or not _serves(physical, site):
             source = tensor if whole else tensor.detach().contiguous()
             if not whole:
@@ -261,6 +266,7 @@ class Compressor:
                 self._watch(tensor, site)
             if site.feeds and flat.numel():
                 self._take_witnesses(flat, physical)
+            key = (*key, site.least_bits)
             self._physicals[key] = weakref.ref(physical, self._forget(key))
             if site.two_valued:
                 self.draws.note()
@@ -272,6 +278,15 @@ class Compressor:
         if physical.site.feeds:
             remember(tensor, Note(weakref.ref(physical), tuple(shape), view.version))
         return view
+
+    def _stored_before(self, key: tuple[Any, ...], site: SaveSite) -> Physical | None:
+        """The same elements, stored for any site that needs no fewer bits than this one."""
+        for least in LEAST_BITS:
+            reference = self._physicals.get((*key, least)) if least >= site.least_bits else None
+            physical = reference() if reference is not None else None
+            if physical is not None:
+                return physical
+        return None
 
     def _derive(self, flat: Tensor, tensor: Tensor, site: SaveSite) -> Physical | None:
         """Store nothing: the elements follow from what is held already."""

@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .batches import Inputs
+from .checkpointed import LEAST_BITS
 from .expressions import Expression
 from .hook_stack import pop_hooks, push_hooks
 from .rows import Rows, spread, take
@@ -137,6 +138,9 @@ class Pass(ABC):
             tensor = tensor.detach().contiguous()
             key, stride = (*key, shape, stride), tensor.stride()
             extent, column, _ = geometry(shape, stride)
+        # As when tensors are stored: what needs more bits is stored once more.
+        keys = [(*key, least) for least in LEAST_BITS if least >= site.least_bits]
+        key = next((each for each in keys if each in self._known), keys[0])
         if key not in self._known:
             item = Item(
                 site,
