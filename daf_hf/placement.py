@@ -247,6 +247,7 @@ class Placement:
         )
         needed = ledger.hold_exactly(cdata) if shared else flat.nbytes
         site.placed = "exact", None
+        self.refusal.inputs_exact |= site.compressible and site.least_bits == EXACT_BITS
         if not self.refusal and self._reserve(needed):
             if shared:
                 return Copy(site, flat, Lease(self._end_exact, cdata))
@@ -284,8 +285,7 @@ class Placement:
             return Spilled(site, flat, self._spill)
         if not self.refusal:
             self.refusal.begin(self.arena.limit_bytes, self.arena.held_bytes, self._config.bits[0])
-        exact_input = site.compressible and site.least_bits == EXACT_BITS
-        self.refusal.add(site.name, needed, exact_input)
+        self.refusal.add(site.name, needed)
         return Refused(site, self.refusal)
 
     def _spill_planes(self, pages: Tensor) -> Parcel | None:

@@ -119,7 +119,11 @@ class Graph(Pass):
         return flat.as_strided(saved.shape, saved.stride)
 
     def _look(self) -> None:
-        """See what the graph is made of."""
+        """See what the graph is made of.
+
+        What a checkpoint hides, the graph does not show: any parameter may get a gradient there.
+        """
+        self._leaves = [p for p in self.compressor.model.parameters() if p.requires_grad]
         for node in _nodes(self.loss):
             self.takes_first |= _takes_first(node)
             self.runs_again |= runs_again(node)

@@ -25,13 +25,16 @@ class Refusal:
     """Adds up, through the rest of a forward pass, the least bytes that would have been needed.
 
     From the first tensor that finds no room nothing more is stored; each is only counted.
+
+    Attributes:
+        inputs_exact: inputs of checkpointed regions are kept exactly in this pass.
     """
 
     def __init__(self) -> None:
         self.limit_bytes = math.inf
         self.least_bytes = 0
         self.floor_bits = 0
-        self._inputs_exact = False
+        self.inputs_exact = False
         self._started = False
         self._sites: Counter[str] = Counter()
 
@@ -45,15 +48,8 @@ class Refusal:
         self.least_bytes = held_bytes
         self.floor_bits = floor_bits
 
-    def add(self, site: str, nbytes: int, exact_input: bool = False) -> None:
-        """A tensor that needs ``nbytes`` at the least.
-
-        Args:
-            site: its site's name.
-            nbytes: so many.
-            exact_input: it is kept exactly as the input of a checkpointed region.
-        """
-        self._inputs_exact |= exact_input
+    def add(self, site: str, nbytes: int) -> None:
+        """A tensor that needs ``nbytes`` at the least."""
         self.least_bytes += nbytes
         self._sites[site] += nbytes
 
@@ -65,7 +61,7 @@ class Refusal:
         # Rounded up, so that the number named does.
         least = math.ceil(self.least_bytes / 1e4) / 100
         fewer = f"bits below {self.floor_bits} allowed (bits=...), " if self.floor_bits else ""
-        fewer += "checkpoint_inputs=8, " if self._inputs_exact else ""
+        fewer += "checkpoint_inputs=8, " if self.inputs_exact else ""
         return BudgetError(
             f"budget_mb={self.limit_bytes / 1e6:g} is too small for this batch even with the "
             f"fewest bits; budget_mb={least:.2f} is the least that would do. Largest at their "

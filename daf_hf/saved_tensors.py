@@ -43,6 +43,19 @@ from .tensors import (
 )
 
 
+class _Scope(threading.local):
+    """What a thread is inside of.
+
+    Attributes:
+        depth: how many scopes of the compressor.
+        backward: torch's number of the backward pass in which the innermost was entered; -1
+            outside of any.
+    """
+
+    depth = 0
+    backward = -1
+
+
 class Compressor:
     """The saved-tensors hooks of one model, and all that they hold.
 
@@ -73,7 +86,7 @@ class Compressor:
             model, config.include, config.exclude, self.draws.note, config.checkpoint_bits
         )
         self._hooks = (self._pack, self._unpack)
-        self._local = threading.local()
+        self._local = _Scope()
         self._parameters: frozenset[int] = frozenset()
         self._physicals: dict[tuple[Any, ...], weakref.ref[Physical]] = {}
         self.rows: Rows | None = None
@@ -98,14 +111,18 @@ class Compressor:
     @property
     def active(self) -> bool:
         """Whether this thread is inside :meth:`scope`."""
-        return getattr(self._local, "depth", 0) > 0
+        return self._local.depth > 0
 
     @property
     def on_top(self) -> bool:
-        """Whether all that this thread saves comes here first, and is not taken for recomputed."""
+        """Whether what this thread saves comes here before any other hooks."""
         top = top_hooks()
-        here = top is not None and top[0] == self._hooks[0]
-        return here and self._local.task == torch._C._current_graph_task_id()
+        return top is not None and top[0] == self._hooks[0]
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether this thread is in a backward pass that began inside of its scope."""
+        return torch._C._current_graph_task_id() != self._local.backward
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -116,14 +133,14 @@ class Compressor:
             self.learn_parameters()
         calls = self.tracker.start()
         push_hooks(self._hooks)
-        self._local.depth = getattr(self._local, "depth", 0) + 1
-        before = getattr(self._local, "task", -1)
-        self._local.task = torch._C._current_graph_task_id()
+        outer = self._local.backward
+        self._local.depth += 1
+        self._local.backward = torch._C._current_graph_task_id()
         try:
             yield
         finally:
-            self._local.task = before
             self._local.depth -= 1
+            self._local.backward = outer
             pop_hooks(self._hooks)
             self.tracker.finish(calls)
 
@@ -222,7 +239,7 @@ class Compressor:
         cdata = storage._cdata
         if self.is_parameter(tensor, storage):
             return Kept(tensor)
-        if torch._C._current_graph_task_id() != self._local.task:
+        if self.recomputes:
             # Saved by a checkpoint that recomputes in backward: read at once, then gone.
             self.ledger.count("recomputed")
             return Kept(tensor)

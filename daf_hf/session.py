@@ -182,7 +182,7 @@ class Session:
             first = not self._steps_here and not current.held
             compressor.placement.refuses = first and self.config.on_overflow == "error"
             compressor.ledger.planning_seconds += perf_counter() - began
-        if not compressor.on_top:
+        if not compressor.on_top or compressor.recomputes:
             current.scope.enter_context(compressor.scope())
         return current
 
