@@ -298,10 +298,9 @@ class Compressor:
 
     def _stored_before(self, key: tuple[Any, ...], site: SaveSite) -> Physical | None:
         """The same elements, stored for any site that needs no fewer bits than this one."""
-        for least in LEAST_BITS:
-            reference = self._physicals.get((*key, least)) if least >= site.least_bits else None
-            physical = reference() if reference is not None else None
-            if physical is not None:
+        for least in LEAST_BITS[LEAST_BITS.index(site.least_bits) :]:
+            reference = self._physicals.get((*key, least))
+            if reference is not None and (physical := reference()) is not None:
                 return physical
         return None
 

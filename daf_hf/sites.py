@@ -31,19 +31,8 @@ from .tensors import operation
 
 LAYOUT_NODES = frozenset(
     [
-        "View",
-        "UnsafeView",
-        "ReshapeAlias",
-        "Reshape",
-        "Expand",
-        "Transpose",
-        "Permute",
-        "T",
-        "Clone",
-        "Squeeze",
-        "Unsqueeze",
-        "AsStrided",
-        "Alias",
+        *("View", "UnsafeView", "ReshapeAlias", "Reshape", "Expand", "Transpose", "Permute", "T"),
+        *("Clone", "Squeeze", "Unsqueeze", "AsStrided", "Alias"),
     ]
 )
 """Producers that only lay elements out anew: which of them runs depends on sizes."""

@@ -139,7 +139,8 @@ class Pass(ABC):
             key, stride = (*key, shape, stride), tensor.stride()
             extent, column, _ = geometry(shape, stride)
         # As when tensors are stored: what needs more bits is stored once more.
-        keys = [(*key, least) for least in LEAST_BITS if least >= site.least_bits]
+        enough = LEAST_BITS[LEAST_BITS.index(site.least_bits) :]
+        keys = [(*key, least) for least in enough]
         key = next((each for each in keys if each in self._known), keys[0])
         if key not in self._known:
             item = Item(

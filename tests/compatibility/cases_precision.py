@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 from functools import partial
 
 import torch
 from cases_trainer import trainer
 from harness import Loop, Training, case
-from tiny import batch, build
+from peft import prepare_model_for_kbit_training
+from tiny import batch, build, lora
+from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 AREA = "Mixed precision"
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -85,3 +88,40 @@ def grad_scaler() -> Loop:
 @case(AREA, "Trainer, bf16=True")
 def trainer_bf16() -> Training:
     return trainer("gpt2", bf16=True)
+
+
+def quantized(**options) -> Loop:
+    """A frozen base of few bits a weight, as for QLoRA."""
+    with tempfile.TemporaryDirectory() as folder:
+        build("llama").unload().save_pretrained(folder)
+        few = BitsAndBytesConfig(**options)
+        base = LlamaForCausalLM.from_pretrained(folder, quantization_config=few, device_map="cpu")
+    torch.manual_seed(0)
+    base = prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
+    model, inputs = lora(base, ["q_proj", "v_proj"]).train(), batch("llama")
+    frozen = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
+    assert {torch.uint8, torch.int8} & {weight.dtype for weight in frozen.values()}
+
+    def step() -> None:
+        model(**inputs).loss.backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.requires_grad or torch.equal(parameter, frozen[name]), name
+
+    return Loop(model, step)
+
+
+@case(AREA, "4-bit weights, bitsandbytes", needs=("bitsandbytes",))
+def four_bits() -> Loop:
+    return quantized(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+    )
+
+
+@case(AREA, "8-bit weights, bitsandbytes", needs=("bitsandbytes",))
+def eight_bits() -> Loop:
+    return quantized(load_in_8bit=True)
+
+
+@case(AREA, "Trainer, fp16=True")
+def trainer_fp16() -> Training:
+    return trainer("roberta", fp16=True)
