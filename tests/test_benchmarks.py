@@ -230,3 +230,15 @@ def test_changes_of_the_budget(tmp_path):
     assert len(found["trace"]) == 6
     assert [row["step_mb"] for row in found["steps"]] == [0.05, 0.1]
     assert found["replanning"]["median_milliseconds"] > 0
+
+
+def test_checkpointing_is_measured_beside_daf(tmp_path):
+    path = tmp_path / "checkpointing.json"
+    small = "--layers 2 --width 64 --heads 4 --examples 8 --tokens 16 --steps 1"
+    budgets = "--budget_mb 0.4 --checkpoint_budget_mb 0.1"
+    result = run("checkpointing.py", *small.split(), *budgets.split(), "--json", path)
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    plain, daf, checkpointing, both, coarse = (row["held_mb"] for row in rows)
+    assert coarse < both < checkpointing <= 0.2 < daf <= 0.4 < plain
+    assert all(row["step_s"] > 0 and row["peak_rss_mb"] > 0 for row in rows)
