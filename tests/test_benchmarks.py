@@ -232,13 +232,12 @@ def test_changes_of_the_budget(tmp_path):
     assert found["replanning"]["median_milliseconds"] > 0
 
 
-def test_checkpointing_is_measured_beside_daf(tmp_path):
-    path = tmp_path / "checkpointing.json"
+def test_checkpointing_is_measured_beside_daf(benchmark):
+    script = benchmark("checkpointing")
     small = "--layers 2 --width 64 --heads 4 --examples 8 --tokens 16 --steps 1"
-    budgets = "--budget_mb 0.4 --checkpoint_budget_mb 0.1"
-    result = run("checkpointing.py", *small.split(), *budgets.split(), "--json", path)
-    assert result.returncode == 0, result.stderr
-    rows = json.loads(path.read_text(encoding="utf-8"))
+    options = script.parse([*small.split(), "--budget_mb=0.4", "--checkpoint_budget_mb=0.1"])
+    rows = [script.measure(mode, options) for mode in script.MODES]
     plain, daf, checkpointing, both, coarse = (row["held_mb"] for row in rows)
-    assert coarse < both < checkpointing <= 0.2 < daf <= 0.4 < plain
+    assert max(coarse, both) <= 0.1 < checkpointing <= 0.2 < daf <= 0.4 < plain
     assert all(row["step_s"] > 0 and row["peak_rss_mb"] > 0 for row in rows)
+    assert all(mode in script.table(rows) for mode in script.MODES)

@@ -11,6 +11,8 @@ import psutil
 import pytest
 from harness import CASES, REAL, Case
 from tiny import hooks_on_stack, nothing_held, same
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from daf_hf.gradient_error import GradientError
 
@@ -98,8 +100,9 @@ def test_exception(case: Case, where, tmp_path, budget):
     def fail(module, args, output):
         if where == "forward":
             raise Boom
-        first = output[0] if isinstance(output, tuple) else output
-        first.register_hook(raise_boom)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(raise_boom)
 
     def raise_boom(gradient):
         raise Boom
