@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,9 +24,11 @@ def differences_between(a: list[PassedOn], b: list[PassedOn]) -> list[tuple[Any,
 
 
 def below(
-    differences: list[tuple[Any, int, Tensor]], parameters: list[nn.Parameter]
+    differences: list[tuple[Any, int, Tensor]],
+    parameters: list[nn.Parameter],
+    leaves: Sequence[Tensor] | None = None,
 ) -> list[Tensor | None]:
-    """What such differences change of the parameters' gradients."""
+    """What such differences change of the parameters' gradients; see :func:`gradients_of`."""
     changes: dict[Any, Tensor] = {}
     edges: dict[GradientEdge, Tensor] = {}
     for function, index, difference in differences:
@@ -37,7 +40,7 @@ def below(
         target[key] = target[key] + delta if key in target else delta
     found: list[Tensor | None] = [None] * len(parameters)
     if edges:
-        found = gradients_of(list(edges), parameters, list(edges.values()))
+        found = gradients_of(list(edges), parameters, list(edges.values()), leaves)
     return [
         _sum(gradient, changes.get(parameter))
         for gradient, parameter in zip(found, parameters, strict=True)
@@ -48,12 +51,45 @@ def gradients_of(
     outputs: Any,
     parameters: Sequence[Any],
     incoming: list[Tensor] | None,
+    leaves: Sequence[Tensor] | None = None,
 ) -> list[Tensor | None]:
+    """Gradients of the outputs; the graph is kept.
+
+    Args:
+        outputs: tensors or edges.
+        parameters: to differentiate by.
+        incoming: gradients of the outputs; None for a scalar.
+        leaves: of a graph with reentrant checkpoints, all that accumulate a gradient. Only
+            ``backward()`` can run these; what it leaves behind is taken back.
+    """
+    if leaves is not None:
+        with _own_gradients([*leaves, *parameters]):
+            torch.autograd.backward(outputs, incoming, retain_graph=True)
+            return [parameter.grad for parameter in parameters]
     return list(
         torch.autograd.grad(
             outputs, parameters, grad_outputs=incoming, retain_graph=True, allow_unused=True
         )
     )
+
+
+@contextmanager
+def _own_gradients(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, leaves have no gradients, and nothing runs when they get one."""
+    before = [
+        (leaf, leaf.grad, hooks, dict(hooks))
+        for leaf in {id(leaf): leaf for leaf in leaves}.values()
+        for hooks in [leaf._post_accumulate_grad_hooks or {}]
+    ]
+    for leaf, _, hooks, _ in before:
+        leaf.grad = None
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for leaf, gradient, hooks, known in before:
+            leaf.grad = gradient
+            hooks.update(known)
 
 
 def outgoing(node: Any, incoming: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

@@ -243,13 +243,14 @@ class Calibration:
         if math.isfinite(self.compressor.config.time_budget):
             self._time_plain(size)
         due = self._due_sites()
-        at_zero_too = zero_bits.sites_to_measure(due, self.compressor.config)
+        fewest_zero = [site for site in due if not site.least_bits]
+        at_zero_too = zero_bits.sites_to_measure(fewest_zero, self.compressor.config)
         for start, count in self._parts(size):
             with self._build(start, Batch(count, size.tokens)) as graph:
                 graph.find_readers()
                 with _blaming_the_model():
                     reference = graph.gradients(self._parameters)
-                weight = squared_norm(reference)
+                weight = squared_norm(reference) / graph.scale**2
                 if not math.isfinite(weight):
                     raise CalibrationError("the probe's gradients are not finite")
                 weights += weight
@@ -285,7 +286,7 @@ class Calibration:
             return
         for site in graph.items:
             site.watched = Live.ALL
-            if site in self._nbytes:
+            if site in self._nbytes and not site.least_bits:
                 find_live(graph, site, self._parameters)
         sites = [site for site in graph.items if site.live is not Live.ALL]
         if any(graph.items[site][0].picked is not None for site in sites):
@@ -374,7 +375,7 @@ def _learn_derived(graph: Graph) -> None:
     """Tell the sites whose tensors all follow from others, and those that these follow from."""
     for site, items in graph.items.items():
         follow = all(item.expression is not None for item in items)
-        site.derived = follow and site.compressible and not site.doubted
+        site.derived = follow and not site.least_bits and not site.doubted
         for source in (source for item in items for source in item.sources()):
             source.site.feeds |= site.derived
 

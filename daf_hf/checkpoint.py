@@ -43,7 +43,10 @@ _SESSION = ("_calibration_failed", "_calibration_needs", "_judged")
 _SCHEDULE = ("calibrated_at", "for_change", "last_seconds")
 _PLACEMENT = ("calibrated", "frugal")
 _PLANNER = ("_corrections", "_overlap", "token_seconds")
-_OPTIONS = ("bits", "importance", "codec", "include", "exclude", "skip_padding", "derive")
+_OPTIONS = (
+    *("bits", "importance", "codec", "include", "exclude", "skip_padding", "derive"),
+    "checkpoint_inputs",
+)
 """What was measured holds under these options alone."""
 
 OTHER_MODEL = "with another model (other parameters, or others of them are trained)"

@@ -21,6 +21,7 @@ from .schedule import check_schedule
 BACKENDS = ("auto", "reference", "cpu", "triton", "cuda")
 PACKING = ("device", "host", "auto")
 OVERFLOW = ("error", "spill")
+CHECKPOINT_BITS = {"exact": 32, 8: 8}
 ALL_BITS = (0, 1, 2, 3, 4, 5, 6, 7, 8)
 OWN_RULES = ("uniform", "fixed8", "actnn", "gact")
 """Allocators that do not go by an option's cost."""
@@ -137,6 +138,11 @@ class DAFConfig:
     derive: bool = _option(
         True, "Do not store what follows from other saved tensors; False is for comparison."
     )
+    checkpoint_inputs: str | int = _option(
+        "exact",
+        "Inputs of checkpointed regions, from which these are run again in backward: 'exact', or "
+        "8, to store them in 8 bits where there is a budget.",
+    )
     include: tuple[str, ...] = _option(
         ("*",), "Patterns (fnmatch) of the modules whose saved tensors are compressed."
     )
@@ -163,6 +169,10 @@ class DAFConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r}: use True or False")
         if not isinstance(self.chunked_loss, bool) and self.chunked_loss != "auto":
             raise ValueError(f"chunked_loss={self.chunked_loss!r}: use True, False or 'auto'")
+        if isinstance(self.checkpoint_inputs, (bool, float)) or (
+            self.checkpoint_inputs not in CHECKPOINT_BITS
+        ):
+            raise ValueError(f"checkpoint_inputs={self.checkpoint_inputs!r}: use 'exact' or 8")
         _choice("backend", self.backend, BACKENDS)
         _choice("packing", self.packing, PACKING)
         _choice("on_overflow", self.on_overflow, OVERFLOW)
@@ -220,6 +230,11 @@ class DAFConfig:
     def budget_bytes(self) -> float:
         """The budget in bytes (inf when there is none, or none yet)."""
         return math.inf if isinstance(self.budget_mb, str) else self.budget_mb * 1e6
+
+    @property
+    def checkpoint_bits(self) -> int:
+        """Fewest bits of the inputs of checkpointed regions; 32 where they are kept exactly."""
+        return CHECKPOINT_BITS[self.checkpoint_inputs]
 
     def with_budget(self, budget_mb: Any) -> DAFConfig:
         """The same options with another budget.

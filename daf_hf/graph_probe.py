@@ -69,7 +69,7 @@ class GraphProbe:
 
     def output_gradient_norm(self, site: SaveSite) -> float:
         """See :class:`daf_hf.importance.Probe`."""
-        return math.sqrt(squared_norm(self._graph.incoming(site)))
+        return math.sqrt(squared_norm(self._graph.incoming(site))) / self._graph.scale
 
     def rounded_gradient(self, site: SaveSite, bits: int, seed: int) -> list[Tensor | None]:
         """See :class:`daf_hf.importance.Probe`."""
@@ -77,7 +77,8 @@ class GraphProbe:
         for item in self._graph.items[site]:
             item.restored = rounded_at_random(item.flat, bits, generator)
         try:
-            return self._graph.change(site, self._errors.parameters)
+            change = self._graph.change(site, self._errors.parameters)
+            return [None if c is None else c.float() / self._graph.scale for c in change]
         finally:
             self._graph.restore(site)
 

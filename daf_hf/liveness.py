@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .backward import below, differences_between, gradients_of
+from .backward import differences_between, gradients_of
 from .probing import Graph, WrittenInPythonError
 from .rows import spread, take
 from .sites import Live, SaveSite
@@ -44,7 +44,7 @@ def find_watch(graph: Graph) -> SaveSite | None:
         for site, items in reversed(graph.items.items())
         if items[0].edge is not None and items[0].picked is not None
     ][:WATCHES_TRIED]
-    if not latest:
+    if not latest or graph.runs_again:
         return None
     everything = [item for items in graph.items.values() for item in items]
     for item in everything:
@@ -93,4 +93,4 @@ def _reads(
         return bool(differences)
     # A row of values at a key that is masked reaches the gradient of its weight, but no
     # further: the weight is zero.
-    return any(d is not None and bool(d.any()) for d in below(differences, parameters))
+    return any(d is not None and bool(d.any()) for d in graph.below(differences, parameters))

@@ -17,6 +17,7 @@ from torch import Tensor
 from .accounting import Ledger
 from .arena import PAGE_COST, Arena
 from .candidates import UNPLANNED_BITS, UNPLANNED_COSTS, resolve_codecs
+from .checkpointed import EXACT_BITS
 from .codecs import BINARY, Codec
 from .config import DAFConfig
 from .dropout import Draws
@@ -123,6 +124,8 @@ class Placement:
         """Whether elements may lose bits."""
         if flat.dtype is torch.bool:
             return False
+        if not site.widths(self._config.bits):
+            return False
         if site.option is not None:
             return site.option.codec is not None
         if site.known and site.probed is not None:
@@ -149,7 +152,7 @@ class Placement:
         )
 
     def _planned(self, flat: Tensor, cols: int, site: SaveSite) -> tuple[Stored, Codec]:
-        option, allowed = site.option, self._config.bits
+        option, allowed = site.option, site.widths(self._config.bits)
         if option is None or option.codec is None or option.bits is None:
             # Beside a plan these are few, and many bits for them cost little.
             most = MAX_BITS if self.calibrated else UNPLANNED_BITS
@@ -241,13 +244,15 @@ class Placement:
         )
         needed = ledger.hold_exactly(cdata) if shared else flat.nbytes
         site.placed = "exact", None
+        self.refusal.inputs_exact |= site.compressible and site.least_bits == EXACT_BITS
         if not self.refusal and self._reserve(needed):
             if shared:
                 return Copy(site, flat, Lease(self._end_exact, cdata))
             return Copy(site, flat.clone() if whole else flat, Lease(self._end_outside, needed))
         if shared:
             ledger.release_exactly(cdata)
-        if flat.dtype in COMPRESSIBLE and self.wants_pages(flat, site):
+        lossy = flat.dtype in COMPRESSIBLE and site.widths(self._config.bits)
+        if lossy and self.wants_pages(flat, site):
             physical = self._encode(flat, site, *self._planned(flat, cols, site))
             if physical is not None:
                 return physical

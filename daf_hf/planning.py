@@ -120,6 +120,7 @@ class Planner:
         self._corrections: OrderedDict[Any, int] = OrderedDict()
         self._forwards = 0
         self._overlap = 1
+        self._base = 0.0
 
     def forget(self) -> None:
         """Drop the plans: importances or sites have changed."""
@@ -132,15 +133,16 @@ class Planner:
             site.candidates = []
             if site.probed is None or site.importance is None or not site.distortions:
                 continue
+            widths = site.widths(self.compressor.config.bits)
             every = [
                 option
                 for codec in site.distortions
-                for bits in self.compressor.config.bits
+                for bits in widths
                 for option in [self._option(site, batch, codec, bits)]
             ]
             best = [
                 min((o for o in every if o.bits == bits), key=lambda o: (o.cost, o.nbytes))
-                for bits in self.compressor.config.bits
+                for bits in widths
             ]
             kept = {(o.codec, o.bits): None for o in [*lower_hull(every), *best]}
             site.candidates = [(c, b) for c, b in kept if c is not None and b is not None]
@@ -157,7 +159,7 @@ class Planner:
         """The plan for inputs of this signature and size, under the budget or another limit."""
         self._count_forward()
         limit = self.compressor.arena.limit_bytes if limit_bytes is None else limit_bytes
-        limit /= self._overlap
+        limit = (limit - self._base) / self._overlap
         missed = self._correction(key, batch, limit)
         case = (key, batch, limit, missed)
         plan = self._plans.get(case)
@@ -165,7 +167,7 @@ class Planner:
             plan = self.under(self._choices_with(missed, batch), limit)
             self._tell_of_time(plan)
             _keep(self._plans, case, plan, _PLANS_KEPT)
-        self.least_bytes = plan.least_bytes * self._overlap
+        self.least_bytes = plan.least_bytes * self._overlap + round(self._base)
         return plan
 
     def apply(self, plan: Plan) -> None:
@@ -192,9 +194,13 @@ class Planner:
 
     def _count_forward(self) -> None:
         """Several forward passes before one backward share the budget."""
-        arena = self.compressor.arena
-        if arena.held_bytes < _EMPTY_SHARE * arena.limit_bytes:
+        held, limit = self.compressor.arena.held_bytes, self.compressor.arena.limit_bytes
+        share = _EMPTY_SHARE * limit
+        if not self._forwards or held < self._base + share:
+            # What is held before the first of them is no part of any: it was saved outside the
+            # model (a checkpoint around it, embeddings). Small differences make no other plan.
             self._forwards = 0
+            self._base = math.ceil(held / share) * share if held >= share else 0
         self._forwards = min(self._forwards + 1, _FORWARDS_MAX)
         self._overlap = max(self._overlap, self._forwards)
 
@@ -229,7 +235,7 @@ class Planner:
 
         Noise is then not drawn again, and nothing is derived.
         """
-        placement, fewest = self.compressor.placement, min(self.compressor.config.bits)
+        placement, allowed = self.compressor.placement, self.compressor.config.bits
         codec = placement.candidates.unplanned(frugal=True)
         total = 0
         for site in self.compressor.tracker.sites.values():
@@ -239,8 +245,9 @@ class Planner:
             nbytes = numel * site.dtype.itemsize
             if site.compressible and nbytes >= SMALLEST_BYTES:
                 nbytes = numel * site.exact_size
-                book, bits = (BINARY, 1) if site.two_valued else (codec, fewest)
-                if site.two_valued or site.dtype in COMPRESSIBLE:
+                widths = site.widths(allowed)
+                book, bits = (BINARY, 1) if site.two_valued else (codec, min(widths, default=0))
+                if site.two_valued or (site.dtype in COMPRESSIBLE and widths):
                     nbytes = book.layout(numel, cols or 1, bits).pages(bits) * PAGE_COST
             total += nbytes * site.probed.uses
         return total

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
+from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .backward import PassedOn, below, differences_between, gradients_of, outgoing
 from .batches import Inputs, batch_of, scalar_loss
+from .checkpointed import repeatable, runs_again
 from .derivations import derivation, remember
 from .expressions import Reader, Source
 from .saved_tensors import Compressor
@@ -21,8 +24,12 @@ from .watching import Item, Pass, Saved
 NORMALISATIONS = ("NativeLayerNorm", "FusedRmsNorm")
 """Nodes that divide each row of their input by its own size."""
 
-NORMALISED = ("_saved_input", "_saved_self")
+NORMALISED = ("input", "self")
 """Where they keep that input."""
+
+SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
+"""What a loss is multiplied by where fp16 is about, as its small gradients would vanish: the first
+of which all gradients are finite, less a step for what is yet to be changed of them."""
 
 
 class WrittenInPythonError(Exception):
@@ -46,6 +53,12 @@ class Graph(Pass):
 
     Raises:
         ProbeTooLargeError: when they would take more.
+
+    Attributes:
+        items: what each site saved.
+        takes_first: a node takes the first of each example's tokens.
+        runs_again: there are reentrant checkpoints in it.
+        scale: what the loss is multiplied by when gradients are taken.
     """
 
     def __init__(
@@ -60,14 +73,15 @@ class Graph(Pass):
         self.items: dict[SaveSite, list[Item]] = {}
         self._derived: list[Item] = []
         self._limit = limit_bytes
-        self._reader: tuple[Any, str] | None = None
-        self._normalises = False
-        self.takes_first = False
+        self.takes_first = self.runs_again = False
+        self._leaves: list[Tensor] = []
+        self.scale = 1.0
         self._incoming: dict[Any, tuple[Tensor | None, ...]] = {}
         self._reference: list[Tensor | None] = []
         args, kwargs = inputs
-        with self._watching():
+        with self._watching(), repeatable():
             self.loss = scalar_loss(forward(*args, **kwargs), compressor.config.seed)
+        self._look()
 
     def _first(self, item: Item, tensor: Tensor) -> Item:
         if self.nbytes > self._limit:
@@ -107,35 +121,34 @@ class Graph(Pass):
         if isinstance(saved, Tensor):
             return saved
         item = saved.item
-        if self._reader is not None:
-            node, label = self._reader
-            item.readers.add(node)
-            item.site.consumers.add(label)
-            item.site.normalised |= self._normalises
         flat = item.flat if item.restored is None else item.restored
         return flat.as_strided(saved.shape, saved.stride)
 
-    def find_readers(self) -> None:
-        """Tell items and sites which nodes read them, by reading every slot once."""
-        seen: set[Any] = set()
-        normalising: set[Any] = set()
-        waiting = [self.loss.grad_fn]
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            waiting.extend(function for function, _ in node.next_functions)
+    def _look(self) -> None:
+        """See what the graph is made of.
+
+        What a checkpoint hides, the graph does not show: any parameter may get a gradient there.
+        """
+        self._leaves = [p for p in self.compressor.model.parameters() if p.requires_grad]
+        for node in _nodes(self.loss):
             self.takes_first |= _takes_first(node)
-            normalising.update(_normalising(node))
-            for slot in _saved_slots(type(node)):
-                self._reader = node, f"{node.name()}.{slot.removeprefix('_saved_')}"
-                self._normalises = node in normalising and slot in NORMALISED
-                try:
-                    with suppress(RuntimeError):  # run backward, and freed, in the forward pass
-                        getattr(node, slot)
-                finally:
-                    self._reader = None
+            self.runs_again |= runs_again(node)
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                self._leaves.append(leaf)
+
+    def find_readers(self) -> None:
+        """Tell items and sites which nodes read them: those that hold what was packed for them.
+
+        Nothing is unpacked: what others' hooks hold might be computed again for it.
+        """
+        normalising = {found for node in _nodes(self.loss) for found in _normalising(node)}
+        for node in _nodes(self.loss):
+            for slot, packed in _packed_for(node):
+                site = packed.item.site
+                packed.item.readers.add(node)
+                site.consumers.add(f"{node.name()}.{slot}")
+                site.normalised |= node in normalising and slot in NORMALISED
         # Who reads what is derived reads, in effect, what it is derived from.
         for item in reversed(self._derived):
             for source in item.sources():
@@ -156,15 +169,21 @@ class Graph(Pass):
         self.items.clear()
         self._known.clear()
         self._incoming.clear()
+        self._leaves.clear()
 
     def gradients(self, parameters: list[nn.Parameter]) -> list[Tensor | None]:
-        """Gradients of the loss; the graph is kept, and what flowed into each reader is noted."""
+        """Gradients of the loss times ``scale``.
+
+        The graph is kept, and what flowed into each reader is noted.
+        """
+        if any(item.flat.dtype is torch.float16 for items in self.items.values() for item in items):
+            self._choose_scale(parameters)
         readers = {node for items in self.items.values() for i in items for node in i.readers}
         hooks = [
             node.register_prehook(partial(self._incoming.__setitem__, node)) for node in readers
         ]
         try:
-            self._reference = gradients_of([self.loss], parameters, None)
+            self._reference = self._gradients_of(parameters)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -190,16 +209,37 @@ class Graph(Pass):
         items = self.derived_from(self.items[site])
         self.evaluate(items)
         try:
+            if site.least_bits:
+                raise WrittenInPythonError  # a region that is run again reads it
             perturbed = self.passed_on(items)
             with as_saved(items):
                 exact = self.passed_on(items)
         except WrittenInPythonError:
-            whole = gradients_of([self.loss], parameters, None)
+            whole = self._gradients_of(parameters)
             return [
                 None if a is None or b is None else a - b
                 for a, b in zip(whole, self._reference, strict=True)
             ]
-        return below(differences_between(perturbed, exact), parameters)
+        return self.below(differences_between(perturbed, exact), parameters)
+
+    def below(
+        self, differences: list[tuple[Any, int, Tensor]], parameters: list[nn.Parameter]
+    ) -> list[Tensor | None]:
+        """What such differences change of the parameters' gradients."""
+        return below(differences, parameters, self._leaves if self.runs_again else None)
+
+    def _choose_scale(self, parameters: list[nn.Parameter]) -> None:
+        for self.scale, lower in pairwise(SCALES):
+            found = self._gradients_of(parameters)
+            if all(g is None or bool(g.isfinite().all()) for g in found):
+                self.scale = lower
+                return
+        self.scale = SCALES[-1]
+
+    def _gradients_of(self, parameters: list[nn.Parameter]) -> list[Tensor | None]:
+        incoming = [torch.full_like(self.loss, self.scale)]
+        leaves = self._leaves if self.runs_again else None
+        return gradients_of([self.loss], parameters, incoming, leaves)
 
     def evaluate(self, items: Iterable[Item]) -> None:
         """Read what is derived as what follows from what is read."""
@@ -270,6 +310,33 @@ def _source_of(packed: Any) -> Source | None:
 _READER = Reader(lambda source: source.clone() if isinstance(source, Tensor) else source.own())
 
 
-def _saved_slots(node_type: type) -> list[str]:
-    slots = [name for name in dir(node_type) if name.startswith("_saved_")]
-    return slots or (["saved_tensors"] if hasattr(node_type, "saved_tensors") else [])
+def _nodes(loss: Tensor) -> Iterator[Any]:
+    """The nodes of a loss's graph."""
+    seen: set[Any] = set()
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting.extend(function for function, _ in node.next_functions)
+            yield node
+
+
+def _packed_for(node: Any) -> Iterator[tuple[str, Saved]]:
+    """What our hooks packed for a node, with the name of the slot."""
+    for name in _raw_slots(type(node)):
+        raw = ()
+        with suppress(RuntimeError):  # run backward, and freed, in the forward pass
+            raw = getattr(node, name)
+        for saved in raw if isinstance(raw, (tuple, list)) else (raw,):
+            packed = None
+            with suppress(RuntimeError):  # saved without hooks
+                packed = getattr(saved, "data", None)
+            if isinstance(packed, Saved):
+                slot = name.removeprefix("_raw_saved_")
+                yield ("saved_tensors" if slot == "tensors" else slot), packed
+
+
+@cache
+def _raw_slots(node_type: type) -> list[str]:
+    return [name for name in dir(node_type) if name.startswith("_raw_saved_")]

@@ -25,12 +25,16 @@ class Refusal:
     """Adds up, through the rest of a forward pass, the least bytes that would have been needed.
 
     From the first tensor that finds no room nothing more is stored; each is only counted.
+
+    Attributes:
+        inputs_exact: inputs of checkpointed regions are kept exactly in this pass.
     """
 
     def __init__(self) -> None:
         self.limit_bytes = math.inf
         self.least_bytes = 0
         self.floor_bits = 0
+        self.inputs_exact = False
         self._started = False
         self._sites: Counter[str] = Counter()
 
@@ -57,6 +61,7 @@ class Refusal:
         # Rounded up, so that the number named does.
         least = math.ceil(self.least_bytes / 1e4) / 100
         fewer = f"bits below {self.floor_bits} allowed (bits=...), " if self.floor_bits else ""
+        fewer += "checkpoint_inputs=8, " if self.inputs_exact else ""
         return BudgetError(
             f"budget_mb={self.limit_bytes / 1e6:g} is too small for this batch even with the "
             f"fewest bits; budget_mb={least:.2f} is the least that would do. Largest at their "

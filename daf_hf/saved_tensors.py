@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .checkpointed import LEAST_BITS
 from .config import DAFConfig
 from .derivations import derivation, remember
 from .expressions import WITNESSES, Reader, Sampler, Source
@@ -81,7 +82,9 @@ class Compressor:
         )
         self.draws, self.backend = placement.draws, placement.backend
         self.lock, self.unplanned = placement.lock, placement.unplanned
-        self.tracker = SiteTracker(model, config.include, config.exclude, self.draws.note)
+        self.tracker = SiteTracker(
+            model, config.include, config.exclude, self.draws.note, config.checkpoint_bits
+        )
         self._hooks = (self._pack, self._unpack)
         self._local = _Scope()
         self._parameters: frozenset[int] = frozenset()
@@ -111,11 +114,10 @@ class Compressor:
         return self._local.depth > 0
 
     @property
-    def shadowed(self) -> bool:
-        """Whether another model's scope is what this thread entered last."""
+    def on_top(self) -> bool:
+        """Whether what this thread saves comes here before any other hooks."""
         top = top_hooks()
-        owner = getattr(top[0], "__self__", None) if top else None
-        return isinstance(owner, Compressor) and owner is not self
+        return top is not None and top[0] == self._hooks[0]
 
     @property
     def recomputes(self) -> bool:
@@ -263,8 +265,7 @@ class Compressor:
         key = (cdata, tensor.storage_offset(), tensor.dtype, version, extent)
         if not whole:
             key = (*key, shape, stride)
-        reference = self._physicals.get(key)
-        physical = reference() if reference is not None else None
+        physical = self._stored_before(key, site)
         if physical is None or not _serves(physical, site):
             source = tensor if whole else tensor.detach().contiguous()
             if not whole:
@@ -283,6 +284,7 @@ class Compressor:
                 self._watch(tensor, site)
             if site.feeds and flat.numel():
                 self._take_witnesses(flat, physical)
+            key = (*key, site.least_bits)
             self._physicals[key] = weakref.ref(physical, self._forget(key))
             if site.two_valued:
                 self.draws.note()
@@ -294,6 +296,14 @@ class Compressor:
         if physical.site.feeds:
             remember(tensor, Note(weakref.ref(physical), tuple(shape), view.version))
         return view
+
+    def _stored_before(self, key: tuple[Any, ...], site: SaveSite) -> Physical | None:
+        """The same elements, stored for any site that needs no fewer bits than this one."""
+        for least in LEAST_BITS[LEAST_BITS.index(site.least_bits) :]:
+            reference = self._physicals.get((*key, least))
+            if reference is not None and (physical := reference()) is not None:
+                return physical
+        return None
 
     def _derive(self, flat: Tensor, tensor: Tensor, site: SaveSite) -> Physical | None:
         """Store nothing: the elements follow from what is held already."""

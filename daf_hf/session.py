@@ -192,7 +192,7 @@ class Session:
             compressor.placement.refuses = first and self.config.on_overflow == "error"
             current.tells = not self._steps_here
             compressor.ledger.planning_seconds += perf_counter() - began
-        if not compressor.active or compressor.shadowed or compressor.recomputes:
+        if not compressor.on_top or compressor.recomputes:
             current.scope.enter_context(compressor.scope())
         return current
 

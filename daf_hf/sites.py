@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from .allocation import Option
+from .checkpointed import EXACT_BITS, saves_inputs
 from .codecs import Codec
 from .module_calls import Call, Followed
 from .places import place_of
@@ -33,19 +34,8 @@ from .tensors import operation
 
 LAYOUT_NODES = frozenset(
     [
-        "View",
-        "UnsafeView",
-        "ReshapeAlias",
-        "Reshape",
-        "Expand",
-        "Transpose",
-        "Permute",
-        "T",
-        "Clone",
-        "Squeeze",
-        "Unsqueeze",
-        "AsStrided",
-        "Alias",
+        *("View", "UnsafeView", "ReshapeAlias", "Reshape", "Expand", "Transpose", "Permute", "T"),
+        *("Clone", "Squeeze", "Unsqueeze", "AsStrided", "Alias"),
     ]
 )
 """Producers that only lay elements out anew: which of them runs depends on sizes."""
@@ -71,6 +61,7 @@ class SaveSite:
         name: ``module/ordinal``; unique and stable from run to run of the same model.
         module: qualified name of the module.
         compressible: False when options exclude the module.
+        least_bits: no fewer will do: 0, 8, or ``EXACT_BITS``.
         consumers: ``Node.slot`` of the autograd nodes that read the tensor.
         shape, dtype: of the last tensor that was saved here.
         nbytes: unique bytes that the site adds to plain training's, in the last step.
@@ -103,6 +94,7 @@ class SaveSite:
     name: str
     module: str
     compressible: bool = True
+    least_bits: int = 0
     consumers: set[str] = field(default_factory=set)
     shape: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
@@ -136,6 +128,10 @@ class SaveSite:
     def consumer(self) -> str:
         """All consumers in one word."""
         return " ".join(sorted(self.consumers)) or "unknown"
+
+    def widths(self, allowed: tuple[int, ...]) -> tuple[int, ...]:
+        """Bit widths that it may be encoded at: those that options allow, or its own."""
+        return {0: allowed, EXACT_BITS: ()}.get(self.least_bits, (self.least_bits,))
 
 
 @dataclass(frozen=True)
@@ -214,6 +210,7 @@ class SiteTracker:
         model: the root module.
         include, exclude: fnmatch patterns on module names.
         on_call: called whenever a submodule is.
+        checkpoint_bits: fewest bits of the inputs of checkpointed regions.
 
     Raises:
         ValueError: for a pattern that no module's name matches.
@@ -229,8 +226,10 @@ class SiteTracker:
         include: Sequence[str] = ("*",),
         exclude: Sequence[str] = (),
         on_call: Callable[[], None] = lambda: None,
+        checkpoint_bits: int = EXACT_BITS,
     ) -> None:
         self._model = weakref.ref(model)
+        self._checkpoint_bits = checkpoint_bits
         self._on_call = on_call
         self.sites: dict[tuple[Any, ...], SaveSite] = {}
         self._include, self._exclude = tuple(include), tuple(exclude)
@@ -315,9 +314,9 @@ class SiteTracker:
         caller = calls[-2].name if len(calls) > 1 else None
         key = (call.name, caller, call.module.training, path, ordinal)
         found = self.sites.get(key)
-        return found if found is not None else self._add(key, call.name)
+        return found if found is not None else self._add(key, call.name, saves_inputs(frame))
 
-    def _add(self, key: tuple[Any, ...], module: str) -> SaveSite:
+    def _add(self, key: tuple[Any, ...], module: str, checkpointed: bool = False) -> SaveSite:
         place = place_of(key)
         if place in self.sites:  # another rank has met it, and told
             self.sites = {key if k == place else k: site for k, site in self.sites.items()}
@@ -327,7 +326,9 @@ class SiteTracker:
         compressible = any(fnmatchcase(module, p) for p in self._include) and not any(
             fnmatchcase(module, p) for p in self._exclude
         )
-        site = SaveSite(f"{module or 'model'}/{number}", module, compressible)
+        least = self._checkpoint_bits if checkpointed else 0
+        least = least if compressible else EXACT_BITS
+        site = SaveSite(f"{module or 'model'}/{number}", module, compressible, least)
         self.sites[key] = site
         return site
 

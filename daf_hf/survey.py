@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .batches import Inputs
+from .checkpointed import EXACT_BITS
 from .codecs import Codec
 from .gauge import Gauge, sample
 from .placement import COMPRESSIBLE, SMALLEST_BYTES
@@ -106,6 +107,7 @@ class Survey(Pass):
             derived = item.site.derived
             if finding.two_valued:
                 finding.keep = self.compressor.draws.learn(flat)
-            if not finding.two_valued and not derived and flat.dtype in COMPRESSIBLE:
+            lossy = flat.dtype in COMPRESSIBLE and item.site.least_bits < EXACT_BITS
+            if not finding.two_valued and not derived and lossy:
                 finding.distortions = self._gauge.distortions(item)
         return finding

@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .batches import Inputs
+from .checkpointed import LEAST_BITS
 from .expressions import Expression
 from .hook_stack import pop_hooks, push_hooks
 from .rows import Rows, spread, take
@@ -137,6 +138,10 @@ class Pass(ABC):
             tensor = tensor.detach().contiguous()
             key, stride = (*key, shape, stride), tensor.stride()
             extent, column, _ = geometry(shape, stride)
+        # As when tensors are stored: what needs more bits is stored once more.
+        enough = LEAST_BITS[LEAST_BITS.index(site.least_bits) :]
+        keys = [(*key, least) for least in enough]
+        key = next((each for each in keys if each in self._known), keys[0])
         if key not in self._known:
             item = Item(
                 site,

@@ -244,3 +244,14 @@ def test_a_memory_limit_is_one(benchmark):
     except OSError as error:
         pytest.skip(f"no control group can be made here: {error}")
     assert not made.folder.exists()
+
+
+def test_checkpointing_is_measured_beside_daf(benchmark):
+    script = benchmark("checkpointing")
+    small = "--layers 2 --width 64 --heads 4 --examples 8 --tokens 16 --steps 1"
+    options = script.parse([*small.split(), "--budget_mb=0.4", "--checkpoint_budget_mb=0.1"])
+    rows = [script.measure(mode, options) for mode in script.MODES]
+    plain, daf, checkpointing, both, coarse = (row["held_mb"] for row in rows)
+    assert max(coarse, both) <= 0.1 < checkpointing <= 0.2 < daf <= 0.4 < plain
+    assert all(row["step_s"] > 0 and row["peak_rss_mb"] > 0 for row in rows)
+    assert all(mode in script.table(rows) for mode in script.MODES)

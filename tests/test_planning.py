@@ -167,3 +167,19 @@ def test_plain_trainings_time_is_measured():
             size = planner._plain_seconds(daf._session.last_plan.batch)
             assert 0 < size < time.perf_counter() - began
         model = build("bert")
+
+
+def test_what_is_held_before_a_pass_is_no_part_of_it():
+    """It takes its room, and leaves the rest to one forward pass, in every step alike."""
+    model, held = build("bert"), 60_000
+    daf, compressor = compressed(model, 0.3, calibrate_at=(0,))
+    lease = compressor.placement.reserve(held)
+    for _ in range(4):
+        with daf:
+            loss = model(**batch("bert")).loss
+        assert compressor.held_bytes() <= 0.3e6
+        loss.backward()
+        del loss
+        daf.step()
+        assert 0.3e6 - held - 30_000 < daf._session.last_plan.nbytes <= 0.3e6 - held
+    del lease

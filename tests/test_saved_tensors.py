@@ -526,3 +526,16 @@ def test_scope_leaves_nothing_on_the_stack():
         raise KeyboardInterrupt
     assert not daf.active
     assert hooks_on_stack() is None
+
+
+def test_what_is_excluded_is_exact_though_others_saved_it_first():
+    """Elements that another module's site has stored in few bits do not serve for it."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"low": nn.Linear(64, 64), "exact": nn.Linear(64, 64)})
+    daf = Compressor(model, DAFConfig(budget_mb=1.0, bits=(1,), exclude=("exact",)))
+    daf.tracker.install()
+    x = torch.randn(64, 64)
+    with daf.scope():
+        low, exact = model["low"](x), model["exact"](x)
+    assert not torch.equal(low.grad_fn._saved_mat1, x)
+    assert torch.equal(exact.grad_fn._saved_mat1, x)

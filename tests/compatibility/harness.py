@@ -41,6 +41,7 @@ class Case:
         needs: modules without which it is skipped.
         share: of what plain training holds, the budget that it is checked under.
         off: by how many times the predicted error a gradient may be off.
+        options: of daf_hf, besides the budget.
         lacks: checks that make no sense here, and why.
     """
 
@@ -50,6 +51,7 @@ class Case:
     needs: tuple[str, ...] = ()
     share: float = 0.4
     off: float = 1.5
+    options: dict[str, Any] = field(default_factory=dict)
     lacks: dict[str, str] = field(default_factory=dict)
 
     def subject(self) -> Subject:

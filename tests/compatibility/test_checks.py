@@ -38,7 +38,9 @@ def case(request, record_property):
 def budget(case, tmp_path, plain_bytes):
     """Bytes: the case's share of what plain training holds for backward."""
     if case.name not in plain_bytes:
-        run = case.subject().train(1, tmp_path / "measured", {"budget_mb": math.inf})
+        run = case.subject().train(
+            1, tmp_path / "measured", {"budget_mb": math.inf, **case.options}
+        )
         plain_bytes[case.name] = run.report.plain_bytes
     return case.share * plain_bytes[case.name]
 
@@ -52,7 +54,7 @@ def plain_bytes():
 def test_exact(case: Case, tmp_path):
     """Without a budget, gradients and weights are those of plain training, bit for bit."""
     plain = case.subject().train(3, tmp_path / "plain")
-    daf = case.subject().train(3, tmp_path / "daf", {"budget_mb": math.inf})
+    daf = case.subject().train(3, tmp_path / "daf", {"budget_mb": math.inf, **case.options})
     assert plain.gradients
     assert same(daf.gradients, plain.gradients)
     assert same(daf.weights, plain.weights)
@@ -62,7 +64,7 @@ def test_predicted(case: Case, tmp_path, budget):
     """Under a budget, the gradient is off by no more than is predicted, and something is saved."""
     plain = case.subject().train(1, tmp_path / "plain").gradients
     subject = case.subject()
-    run = subject.train(1, tmp_path / "daf", {"budget_mb": budget / MB, **REAL})
+    run = subject.train(1, tmp_path / "daf", {"budget_mb": budget / MB, **REAL, **case.options})
     assert run.report.held_bytes_peak <= budget
     assert run.gradients.keys() == plain.keys()
     names = [n for n, p in subject.model.named_parameters() if p.requires_grad]
@@ -79,7 +81,9 @@ def test_empty(case: Case, tmp_path, budget):
         gc.collect()
         assert nothing_held(run.compressor)
 
-    run = case.subject().train(4, tmp_path / "daf", {"budget_mb": budget / MB}, at_end)
+    run = case.subject().train(
+        4, tmp_path / "daf", {"budget_mb": budget / MB, **case.options}, at_end
+    )
     assert run.report.held_bytes_peak <= budget
     assert run.report.budget_bytes == budget
 
@@ -108,7 +112,7 @@ def test_exception(case: Case, where, tmp_path, budget):
 
     handle = last.register_forward_hook(fail)
     with pytest.raises(Boom):
-        subject.train(2, tmp_path / "daf", {"budget_mb": budget / MB})
+        subject.train(2, tmp_path / "daf", {"budget_mb": budget / MB, **case.options})
     handle.remove()
     gc.collect()
     assert hooks_on_stack() is None
@@ -132,7 +136,7 @@ def test_flat(case: Case, tmp_path, budget, pytestconfig):
             gc.collect()
             resident.append(process.memory_info().rss)
 
-    options = {"budget_mb": budget / MB, "calibrate_at": (0,)}
+    options = {"budget_mb": budget / MB, "calibrate_at": (0,), **case.options}
     case.subject().train(steps, tmp_path / "daf", options, at_end)
     middle, end = resident
     assert end - middle <= ALLOWED_GROWTH
