@@ -94,8 +94,8 @@ def rectified() -> Codebook:
 
     ReLU's backward asks which of its outputs are zero. A minimum of zero is restored as zero, and
     nothing else is but what is nearest to it: at any width but 0. Hence as many cells as there may
-    be. The bins are equal in the square
-    root, with a half-normal's means, whose maximum is at three standard deviations.
+    be. The bins are equal in the square root, with a half-normal's means, whose maximum is at three
+    standard deviations.
     """
     centre = (torch.arange(CELLS_MAX, dtype=torch.float64) + 0.5) / CELLS_MAX
     lut = (128 + (centre.sqrt() * 128).floor()).to(torch.uint8)
