@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .codebook_check import check_codebook
+from .codebook_check import CELLS_MAX, check_codebook
 from .kernels.format import MAX_BITS, Codebook, Granularity, Layout, Statistics, wide_statistics
 
 _CELLS = 4096
@@ -94,10 +94,11 @@ def rectified() -> Codebook:
     """The unit's minimum, exactly, and bins of what is above it: for outputs of ReLU.
 
     ReLU's backward asks which of its outputs are zero. A minimum of zero is restored as zero, and
-    nothing else is but what is nearest to it: at any width but 0. The bins are equal in the square
-    root, with a half-normal's means, whose maximum is at three standard deviations.
+    nothing else is but what is nearest to it: at any width but 0. Hence as many cells as there may
+    be. The bins are equal in the square root, with a half-normal's means, whose maximum is at three
+    standard deviations.
     """
-    centre = (torch.arange(_CELLS, dtype=torch.float64) + 0.5) / _CELLS
+    centre = (torch.arange(CELLS_MAX, dtype=torch.float64) + 0.5) / CELLS_MAX
     lut = (128 + (centre.sqrt() * 128).floor()).to(torch.uint8)
     lut[0] = 0
     mass = torch.exp(-((3 * centre) ** 2) / 2)
@@ -109,7 +110,7 @@ def rectified() -> Codebook:
         return float((mass * centre)[inside].sum() / mass[inside].sum())
 
     tables = _tables(conditional_mean)
-    return Codebook("rectified", Statistics.RANGE, 0.0, float(_CELLS), _CELLS, lut, tables)
+    return Codebook("rectified", Statistics.RANGE, 0.0, float(CELLS_MAX), CELLS_MAX, lut, tables)
 
 
 def gelu_slope(x: torch.Tensor) -> torch.Tensor:
