@@ -179,18 +179,21 @@ class Planner:
         """Correct for what a plan did not foresee, if it did matter.
 
         That depends on the plan a little. So each budget has a correction of its own, and one that
-        was never met before takes the last one learnt.
+        was never met before takes the last one learnt. How much of a batch is padding is another
+        matter with each: what one was off by tells of the next.
         """
         missed, limit = wanted_bytes - plan.nbytes, plan.limit_bytes
         if self._overlap == 1:
             known = self._correction(key, plan.batch, limit)
             known += missed if abs(missed) > 0.002 * limit else 0
-            for case in ((key, plan.batch), (key, plan.batch, limit)):
+            size = _of_any_padding(plan.batch)
+            for case in ((key, size), (key, size, limit)):
                 _keep(self._corrections, case, known, 2 * _PLANS_KEPT)
 
     def _correction(self, key: Any, batch: Batch, limit: float) -> int:
-        latest = self._corrections.get((key, batch), 0)
-        return self._corrections.get((key, batch, limit), latest)
+        size = _of_any_padding(batch)
+        latest = self._corrections.get((key, size), 0)
+        return self._corrections.get((key, size, limit), latest)
 
     def _count_forward(self) -> None:
         """Several forward passes before one backward share the budget."""
@@ -206,7 +209,7 @@ class Planner:
 
     def choices(self, key: Any, batch: Batch) -> Choices:
         """What there is to choose from for inputs of this signature and size."""
-        return self._choices_with(self._corrections.get((key, batch), 0), batch)
+        return self._choices_with(self._corrections.get((key, _of_any_padding(batch)), 0), batch)
 
     def _choices_with(self, missed_bytes: int, batch: Batch) -> Choices:
         choices = self._choices.get(batch)
@@ -322,6 +325,10 @@ class Planner:
             if site.keep is not None:
                 nbytes = min(nbytes, STATE_BYTES)
         return nbytes * site.probed.uses + _witness_bytes(site)
+
+
+def _of_any_padding(batch: Batch) -> Batch:
+    return dataclasses.replace(batch, unpadded=None)
 
 
 def _keep(known: OrderedDict[Any, Any], case: Any, value: Any, most: int) -> None:

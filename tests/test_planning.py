@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import time
@@ -98,6 +99,18 @@ def test_passes_side_by_side_share_the_budget(trained):
         sum(losses).backward()
         del losses
     assert daf._session.last_plan.nbytes <= 0.5 * 0.3e6 < alone
+
+
+def test_what_a_plan_missed_is_foreseen_however_much_is_padding(trained):
+    _, daf, _ = trained
+    planner, batch = daf._session.planner, daf._session.last_plan.batch
+    planner.forget()
+    other = dataclasses.replace(batch, unpadded=batch.examples * batch.tokens - 7)
+    plan = planner.plan("key", batch)
+    before = planner.choices("key", other).fixed_bytes
+    planner.learn_from("key", plan, plan.nbytes + 20_000)
+    assert planner.choices("key", other).fixed_bytes == before + 20_000
+    assert planner.choices("another", other).fixed_bytes == before
 
 
 def test_what_is_remembered_is_bounded(trained):
