@@ -59,11 +59,10 @@ test-clang: $(STAMP)  ## Test the native code as Clang builds it, then build it 
 	$(BIN)/python -m pytest tests/test_kernels.py tests/test_noise.py $(PYTEST_ARGS); \
 		status=$$?; $(BUILD_NATIVE); exit $$status
 
-# In one process: it has to be quiet for resident memory to say something.
 compatibility: $(STAMP)  ## Test what daf_hf works with, and write docs/compatibility.md
 	$(PIP) -c constraints.txt -e ".[compat]"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/compatibility --flat-steps 100 \
-		--write-matrix docs/compatibility.md $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/compatibility \
+		--all-checks --flat-steps 100 --write-matrix docs/compatibility.md $(PYTEST_ARGS)
 
 lint: $(STAMP)  ## Check style
 	$(BIN)/ruff check .

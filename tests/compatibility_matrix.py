@@ -1,7 +1,8 @@
 """A pytest plugin: the support matrix, docs/compatibility.md, from what its tests came to.
 
-The tests of ``compatibility/test_checks.py`` put every case to the same checks. Others say what
-they show with a mark, and may be several for one row::
+The tests of ``compatibility/test_checks.py`` put every case to the same checks; without
+``--all-checks`` each to one of them, in turn, which takes minutes less. Others say what they show
+with a mark, and may be several for one row::
 
     @pytest.mark.supports("Distributed", "DDP, two processes")
 """
@@ -107,6 +108,7 @@ def render(outcomes: Outcomes, off: float = 1.5) -> str:
 def pytest_addoption(parser):
     group = parser.getgroup("compatibility")
     group.addoption("--write-matrix", metavar="FILE", help="write the support matrix to FILE")
+    group.addoption("--all-checks", action="store_true", help="put each case to every check")
     group.addoption("--flat-steps", type=int, default=30, help="steps that are to take no memory")
 
 
@@ -114,6 +116,23 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "supports(area, name): the row of the matrix it shows")
     if config.getoption("--write-matrix") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(MatrixWriter(Path(config.getoption("--write-matrix"))))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--all-checks"):
+        return
+    numbers, dropped = {}, []
+    for item in items:
+        case = getattr(item, "callspec", None) and item.callspec.params.get("case")
+        if hasattr(case, "area"):
+            number = numbers.setdefault(case.name, len(numbers))
+            check = list(CHECKS)[number % len(CHECKS)]
+            if item.function.__name__ != f"test_{check}":
+                dropped.append(item)
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if item not in set(dropped)]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -67,7 +67,8 @@ def no_hook_is_left():
 def pytest_configure(config):
     # peft and TRL still use transformers' old name; Lightning an old one of torch's.
     smoothing = "label_smoothing_factor. is deprecated in .SFTTrainer"
-    for text in ("gradient_checkpointing. is deprecated", "treespec, LeafSpec", smoothing):
+    prefix = "past_key_values. is deprecated"  # PEFT's prefix tuning
+    for text in ("gradient_checkpointing. is deprecated", "treespec, LeafSpec", smoothing, prefix):
         config.addinivalue_line("filterwarnings", f"ignore:.*{text}.*:FutureWarning")
     # Dynamo asks it of every tensor with which it goes on after a break of the graph.
     config.addinivalue_line(

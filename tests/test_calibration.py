@@ -364,7 +364,9 @@ def test_calibration_steps(options, expected, monkeypatch):
     session, steps = daf._session, []
     calibrate = session._calibrate
     monkeypatch.setattr(
-        session, "_calibrate", lambda *args: (steps.append(session.step), calibrate(*args))
+        session,
+        "_calibrate",
+        lambda *args, **options: (steps.append(session.step), calibrate(*args, **options)),
     )
     for _ in range(8):
         gradients(model, inputs, daf)

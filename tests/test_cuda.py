@@ -163,6 +163,8 @@ def test_non_finite_is_refused(emulated, codec, bad):
 
 @pytest.mark.parametrize("codec", [c for c in CODECS if c.codebook != "gelu"], ids=str)
 def test_statistics_that_overflow_are_refused(emulated, codec):
+    if codec.private:
+        pytest.skip("has no statistics")
     x = torch.full((512,), 3e38)
     x[::3] *= -1
     assert not check_conformance(emulated, x, codec, 16, 2)

@@ -473,7 +473,7 @@ def test_moving_pages_for_exact_bytes_waits(absent_worker, freed_pages_are_noise
         del saved[::2]
         waiting = save(noise(64, 64, seed=100))
         assert handed_over(daf) == 1
-        exact = save(torch.arange(int(daf.arena.room_bytes) // 8 + 8000))
+        exact = save(torch.arange(int(daf.arena.room_bytes) // 8 + 8000) << 40)
         assert not handed_over(daf)
     daf.arena.check()
     for (y, out), seed in zip([*saved, waiting], [*range(1, 30, 2), 100], strict=True):

@@ -161,12 +161,12 @@ def trainer_option() -> Training:
     return trainer("roberta", activation_checkpointing=True)
 
 
-@case(AREA, "Trainer, gradient_checkpointing=True, reentrant", share=MOST)
-def trainer_old_option() -> Training:
+@case(AREA, "Trainer, activation_checkpointing=True, reentrant", share=MOST)
+def trainer_reentrant() -> Training:
     return trainer(
         "roberta",
-        gradient_checkpointing=True,
-        gradient_checkpointing_kwargs={"use_reentrant": True},
+        activation_checkpointing=True,
+        activation_checkpointing_kwargs={"use_reentrant": True},
     )
 
 

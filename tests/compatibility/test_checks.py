@@ -11,7 +11,7 @@ import psutil
 import pytest
 from harness import CASES, REAL, Case
 from tiny import hooks_on_stack, nothing_held, same
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from daf_hf.gradient_error import GradientError
@@ -92,13 +92,28 @@ class Boom(Exception):
     """What a module raises."""
 
 
+def last_trained(model: nn.Module) -> nn.Module:
+    """The last module with anything to train, and no such part, that has a forward of its own.
+
+    A frozen head may be read past its forward, and so may lists of parameters.
+    """
+
+    def trains(module: nn.Module) -> bool:
+        return any(p.requires_grad for p in module.parameters())
+
+    def callable_in(module: nn.Module) -> list[nn.Module]:
+        inside = [found for child in module.children() for found in callable_in(child)]
+        runs = type(module).forward is not nn.Module.forward
+        return inside or [module] * (runs and trains(module))
+
+    return callable_in(model)[-1]
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_exception(case: Case, where, tmp_path, budget):
     """After an exception in the middle of a pass the model is as it was, and trains plainly."""
     subject = case.subject()
-    leaves = [m for m in subject.model.modules() if not list(m.children())]
-    trained = [m for m in leaves if any(p.requires_grad for p in m.parameters())]
-    last = trained[-1]  # one that is called: a frozen head may be read past its forward
+    last = last_trained(subject.model)
 
     def fail(module, args, output):
         if where == "forward":
