@@ -257,7 +257,7 @@ def test_a_pass_that_trains_nothing_comes_first(caplog):
         assert not compressor.placement.calibrated
         (model(**inputs)["logits"] - reference).square().sum().backward()
     assert compressor.placement.calibrated
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.name == "daf_hf"]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, None, "abc"])
