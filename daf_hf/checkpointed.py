@@ -7,6 +7,7 @@ itself, for no node of the graph. What the region saves inside is not seen in th
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -46,25 +47,51 @@ def runs_again(node: Any) -> bool:
     return isinstance(node, torch._C._FunctionBase) and _is_name_of_one(type(node).__name__)
 
 
-@contextmanager
-def repeatable() -> Iterator[None]:
-    """Inside, selective checkpoints select nothing: what they have kept they give back only once.
+class _Repeatable:
+    """Has selective checkpoints select nothing in the threads that are inside.
 
-    A graph is otherwise the same, and so are its gradients.
+    Torch's function is replaced while any thread is, whichever leaves last.
     """
-    original: Any = _checkpoint._checkpoint_without_reentrant_generator
 
-    def generator(fn: Any, preserve: bool, context_fn: Callable[[], Any], *rest: Any, **kw: Any):
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._local = threading.local()
+        self._inside = 0
+        self._original: Any = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Inside, selective checkpoints select nothing: what they kept they give back only once.
+
+        A graph is otherwise the same, and so are its gradients.
+        """
+        with self._lock:
+            if not self._inside:
+                self._original = _checkpoint._checkpoint_without_reentrant_generator
+                _checkpoint._checkpoint_without_reentrant_generator = self._generator
+            self._inside += 1
+        self._local.depth = getattr(self._local, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            self._local.depth -= 1
+            with self._lock:
+                self._inside -= 1
+                if not self._inside:
+                    _checkpoint._checkpoint_without_reentrant_generator = self._original
+
+    def _generator(
+        self, fn: Any, preserve: bool, context_fn: Callable[[], Any], *rest: Any, **options: Any
+    ) -> Any:
+        if not getattr(self._local, "depth", 0):
+            return self._original(fn, preserve, context_fn, *rest, **options)
         contexts = context_fn()
         selects = isinstance(contexts[1], _checkpoint._CachedTorchDispatchMode)
         chosen = _checkpoint.noop_context_fn if selects else lambda: contexts
-        return original(fn, preserve, chosen, *rest, **kw)
+        return self._original(fn, preserve, chosen, *rest, **options)
 
-    _checkpoint._checkpoint_without_reentrant_generator = generator
-    try:
-        yield
-    finally:
-        _checkpoint._checkpoint_without_reentrant_generator = original
+
+repeatable = _Repeatable()
 
 
 def _is_name_of_one(function: str) -> bool:

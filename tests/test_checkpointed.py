@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny import Reads, batch, build, checkpointing, compressed, gradients, nothing_held, same
 from torch import nn
+from torch.utils import checkpoint as _checkpoint
 from torch.utils.checkpoint import (
     CheckpointError,
     checkpoint,
@@ -160,6 +161,16 @@ def test_selective_checkpoints_are_repeatable_inside():
     torch.autograd.grad(outside, x, retain_graph=True)
     with pytest.raises((RuntimeError, CheckpointError), match="extra time"):
         torch.autograd.grad(outside, x)
+
+
+def test_selective_checkpoints_are_as_before_whichever_thread_leaves_last():
+    before = _checkpoint._checkpoint_without_reentrant_generator
+    first, second = repeatable(), repeatable()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert _checkpoint._checkpoint_without_reentrant_generator is before
 
 
 @KINDS

@@ -1,7 +1,7 @@
 """Compiled models.
 
 Graphs are compiled by ``aot_eager``: what autograd saves is what inductor's graphs save, and it is
-there in a fraction of the time. One case is inductor's own.
+there in a fraction of the time. Inductor's own are in ``tests/test_session.py``.
 """
 
 from __future__ import annotations
