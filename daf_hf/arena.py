@@ -133,10 +133,10 @@ class Arena:
 
     def reserve_outside(self, nbytes: int) -> bool:
         """Count ``nbytes`` held outside the arena; False (and nothing done) without room."""
-        if not self.fits(0, nbytes):
+        if nbytes and not self.fits(0, nbytes):
             return False
         excess = self.taken_bytes + nbytes - self.limit_bytes
-        if excess > 0 and not self._release(excess):
+        if nbytes and excess > 0 and not self._release(excess):
             return False
         self.outside_bytes += nbytes
         return True

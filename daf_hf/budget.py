@@ -135,7 +135,11 @@ class Budget:
             rescheduled = state["schedule"] != text_of(self.config.budget_schedule)
             if state["configured_mb"] != self._configured or (by_schedule and rescheduled):
                 return
-            self.config = self.config.with_budget(state["budget_mb"])
+            try:
+                self.config = self.config.with_budget(state["budget_mb"])
+            except ValueError as error:  # it does not go with what is configured now
+                logger.warning("daf_hf: the budget of the checkpoint is not taken up: %s", error)
+                return
             self.scheduled_mb = None if rescheduled else scheduled
             if self.config.budget_mb == AUTO:
                 self._govern()
@@ -181,7 +185,8 @@ class Budget:
     def _follow(self, change: Change) -> None:
         try:
             self._put(change.limit_bytes, change.cause)
-        except OSError as error:  # no disk to spill to: the next step tells the user's own thread
+        except (OSError, RuntimeError) as error:
+            # No disk to spill to, or no memory to move pages in: the next look tries again.
             logger.warning("daf_hf: %s", error)
 
     def _put(self, limit: float, cause: str) -> None:
@@ -189,7 +194,7 @@ class Budget:
         before, least = self.limit_bytes, self._planner.least_bytes
         if self.running and limit < least:
             self._tell(
-                "daf_hf: budget_mb=%g is below the least that would do; using %.2f", limit, least
+                "daf_hf: budget_mb=%g is below the least that would do; using %g", limit, least
             )
             limit = least
         within = self._compressor.set_limit(limit)

@@ -67,8 +67,12 @@ def save(session: Session, folder: str | os.PathLike[str]) -> None:
     """
     path = Path(folder) / FILE
     unfinished = path.with_suffix(".tmp")
-    torch.save(_state(session), unfinished)
-    unfinished.replace(path)
+    try:
+        torch.save(_state(session), unfinished)
+        unfinished.replace(path)
+    except (OSError, RuntimeError) as error:  # torch's word for a full disk
+        unfinished.unlink(missing_ok=True)
+        raise OSError(f"cannot write {path}: {error}") from error
 
 
 def restore(session: Session, folder: str | os.PathLike[str]) -> bool:

@@ -141,7 +141,7 @@ class _Listener:
         before = budget.limit_bytes
         try:
             budget.set(budget_mb, "another process asked for it")
-        except ValueError as error:
+        except (ValueError, OSError, RuntimeError) as error:  # also no memory to move pages in
             return f"error {error}"
         why = ""
         if budget.undecided:

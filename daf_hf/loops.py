@@ -50,7 +50,7 @@ class compress_activations:
         built = DAFConfig.build(config, **options)
         model = trained_module(model)
         session = _SESSIONS.get(model)
-        if session is None or session.config != built:
+        if session is None or session.configured != built:
             if Session.of(model) is not None:
                 raise ValueError(_OTHER_OPTIONS)
             session = Session(model, built)

@@ -78,6 +78,7 @@ class Session:
         schedule: when a calibration is due.
         recall: before the next forward pass, takes up what an earlier session has learnt; False
             when that must wait for another one.
+        configured: the options as they were given; ``config`` has the budget asked for since.
         ranks: that make the present forward pass, or the last one, together.
         met: the last that were more than one.
     """
@@ -86,6 +87,7 @@ class Session:
         require_trained(model)
         self.compressor = Compressor(model, config)
         self.planner = Planner(self.compressor)
+        self.configured = config
         self.budget = Budget(config, self.compressor, self.planner)
         self.installed = False
         self.ranks = self.met = ALONE
@@ -248,11 +250,11 @@ class Session:
         ranks = self.ranks if current.tells else ALONE
         if not completed:
             return ranks.fail(sys.exc_info()[1])
-        if current.key is None:
-            return
         if error is not None:
             ranks.fail(error)
             raise error
+        if current.key is None:
+            return
         ranks.gather(lambda: None)
         self._last_pass = self._unlearnt = current
 

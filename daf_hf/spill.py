@@ -53,12 +53,14 @@ class SpillFile:
         self._descriptor = file.fileno()
 
     def write(self, flat: Tensor) -> int:
-        """Append a flat CPU tensor; returns its offset.
+        """Append a flat CPU tensor; returns its offset (-1 for one without elements).
 
         Raises:
             OSError: when the disk is full, naming the folder.
         """
         data = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+        if not data.nbytes:  # it has no place of its own: the next one's would be the same
+            return -1
         with self._lock:
             offset = self._end
             self._alive[offset] = data.nbytes
@@ -85,6 +87,8 @@ class SpillFile:
         disk meanwhile.
         """
         data = memoryview(out.view(torch.uint8).numpy())  # type: ignore[arg-type]
+        if not data.nbytes:
+            return
         with self._lock:
             place = self._alive.bisect_left(offset) - 1
             before = self._item(place) if place >= 0 else None

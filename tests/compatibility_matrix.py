@@ -39,7 +39,7 @@ Each row was put to the same checks, those of `tests/compatibility/test_checks.p
 - *nothing left*: after each step the arena, and all bookkeeping, is empty;
 - *after an exception* in a forward and in a backward pass, no hook is left and plain training gives
   the gradients that it gives without daf_hf;
-- *no growth*: resident memory stays the same over a hundred steps.
+- *no growth*: resident memory stays the same over {steps} steps.
 """
 
 ALONE = """
@@ -72,13 +72,14 @@ def shown_by(tests: Iterable[str]) -> str:
     return "<br>".join(f"`{test}`" for test in tests)
 
 
-def render(outcomes: Outcomes, off: float = 1.5) -> str:
+def render(outcomes: Outcomes, off: float = 1.5, steps: int = 100) -> str:
     """The page.
 
     Args:
         outcomes: of ``("row", (area, name, check))`` and ``("shows", (area, name, test))``: True,
             False, or why it was skipped.
         off: what is allowed of the predicted error.
+        steps: through which memory was watched.
     """
     rows: dict[str, dict[str, dict[str, list[bool | str]]]] = {}
     alone: dict[tuple[str, str], dict[str, list[bool | str]]] = {}
@@ -89,7 +90,7 @@ def render(outcomes: Outcomes, off: float = 1.5) -> str:
         else:
             test = what.split("[")[0]
             alone.setdefault((area, name), {}).setdefault(test, []).extend(found)
-    text = HEAD.format(off=f"{off:g}")
+    text = HEAD.format(off=f"{off:g}", steps=steps)
     for area, names in rows.items():
         body = [
             [name, *(cell(checks.get(check, [])) for check in CHECKS)]
@@ -115,7 +116,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "supports(area, name): the row of the matrix it shows")
     if config.getoption("--write-matrix") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(MatrixWriter(Path(config.getoption("--write-matrix"))))
+        config.pluginmanager.register(MatrixWriter(config))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -144,8 +145,9 @@ def pytest_runtest_setup(item):
 class MatrixWriter:
     """Collects outcomes, also from other processes, and writes them at the end."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, config: pytest.Config) -> None:
+        self._path = Path(config.getoption("--write-matrix"))
+        self._steps = config.getoption("--flat-steps")
         self._outcomes = defaultdict(list)
 
     def pytest_runtest_logreport(self, report):
@@ -157,4 +159,4 @@ class MatrixWriter:
                 self._outcomes[kind, tuple(key)].append(outcome)
 
     def pytest_sessionfinish(self):
-        self._path.write_text(render(self._outcomes), encoding="utf-8")
+        self._path.write_text(render(self._outcomes, steps=self._steps), encoding="utf-8")

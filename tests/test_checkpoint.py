@@ -297,3 +297,13 @@ def test_no_budget_needs_no_state(tmp_path):
         trainer = trainer_of(tmp_path, [callback], max_steps=2 + 2 * resume, **SAVING)
         trainer.train(resume_from_checkpoint=resume)
     assert callback.report.budget_bytes == math.inf
+
+
+def test_a_budget_that_does_not_go_with_the_options_is_left(tmp_path, bert_model, caplog):
+    first, _ = compressed(bert_model, 0.3)
+    first.set_budget("auto")
+    save(first._session, tmp_path)
+    again, compressor = compressed(build("bert"), 0.3, budget_schedule=[(5, 0.2)])
+    restore(again._session, tmp_path)
+    assert compressor.arena.limit_bytes == 0.3e6
+    assert "budget of the checkpoint is not taken up" in caplog.text

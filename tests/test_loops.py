@@ -199,3 +199,16 @@ def test_two_models_side_by_side():
     assert same(gradients_of(first), expected[0])
     assert relative_error(gradients_of(second), expected[1]) < 0.1
     assert hooks_on_stack() is None
+
+
+def test_a_budget_set_meanwhile_lasts_from_block_to_block():
+    model, inputs, sessions = build("bert"), batch("bert"), set()
+    for step in range(4):
+        with compress_activations(model, budget_mb=0.5) as daf:
+            model(**inputs).loss.backward()
+        daf.step()
+        if step == 1:
+            daf.set_budget(0.4)
+        sessions.add(daf._session)
+    assert len(sessions) == 1
+    assert daf.report.budget_bytes == 0.4e6

@@ -18,6 +18,7 @@ from tiny import (
     compressed,
     gradients,
     loss_of,
+    needs_compiler,
     nothing_held,
     relative_error,
     same,
@@ -463,10 +464,7 @@ def test_no_gradient_no_compression(bert_model, bert_batch):
 @pytest.fixture
 def compiler():
     """Skips where torch.compile cannot work."""
-    try:
-        torch.compile(lambda x: x.sin() + 1)(torch.ones(4))
-    except Exception as error:
-        pytest.skip(f"torch.compile does not work here: {type(error).__name__}")
+    needs_compiler()
     yield
     torch._dynamo.reset()
 
@@ -533,5 +531,15 @@ def test_a_forward_pass_that_begins_in_a_backward_pass_is_compressed(
     assert 0 < daf.report.held_bytes_peak <= budget * MB
     assert "recomputed" not in daf.report.counts
     assert relative_error(found, expected) < (0.2 if budget == 0.2 else 1e-9)
+    gc.collect()
+    assert nothing_held(compressor)
+
+
+def test_a_fall_in_the_first_forward_from_no_budget_is_refused_there(bert_model, bert_batch):
+    daf, compressor = compressed(bert_model, INF)
+    layer = next(m for n, m in bert_model.named_modules() if n.endswith("layer.0"))
+    layer.register_forward_hook(lambda *_: daf.set_budget(0.02))
+    with daf, pytest.raises(BudgetError, match="would do"):
+        bert_model(**bert_batch)
     gc.collect()
     assert nothing_held(compressor)

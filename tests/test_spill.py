@@ -221,3 +221,17 @@ def test_what_outlives_the_file_touches_no_other(tmp_path):
     done = subprocess.run(arguments, capture_output=True, encoding="utf-8", timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert [path.stat().st_size for path in tmp_path.iterdir()] == [1000] * 4
+
+
+def test_what_has_no_elements_takes_no_place():
+    """Not even that of what is written next."""
+    spill = SpillFile()
+    empty, kept = Parcel(torch.empty(0), spill), Parcel(torch.arange(4.0), spill)
+    empty.read(torch.empty(0))
+    del empty
+    other, out = Parcel(torch.full((4,), 9.0), spill), torch.empty(4)
+    kept.read(out)
+    assert torch.equal(out, torch.arange(4.0))
+    del kept
+    other.read(out)
+    assert torch.equal(out, torch.full((4,), 9.0))

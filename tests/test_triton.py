@@ -118,6 +118,8 @@ def test_non_finite_is_refused(triton, codec, bad):
 
 @pytest.mark.parametrize("codec", CODECS[:-1], ids=str)
 def test_statistics_that_overflow_are_refused(triton, codec):
+    if codec.private:
+        pytest.skip("has no statistics")
     x = torch.full((512,), 3e38)
     x[::3] *= -1
     assert not check_conformance(triton, x, codec, 16, 2, DEVICE)

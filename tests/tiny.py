@@ -6,6 +6,7 @@ import contextlib
 import weakref
 from array import array
 
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -202,6 +203,14 @@ def batch(name, examples=8, tokens=16, seed=0):
         labels = integers(3, VOCABULARY, examples, tokens)
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
     return {"input_ids": ids, "attention_mask": mask, "labels": integers(0, 2, examples)}
+
+
+def needs_compiler(**options):
+    """Skip where torch.compile cannot work: without a compiler, or in an ASCII locale."""
+    try:
+        torch.compile(lambda x: x.sin() + 1, **options)(torch.ones(4, requires_grad=True))
+    except Exception as error:
+        pytest.skip(f"torch.compile does not work here: {type(error).__name__}")
 
 
 def checkpointing(model, reentrant):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 from harness import Loop, case
+from tiny import needs_compiler
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -61,6 +62,7 @@ def compiled(
     compile_: Callable[[Tagger], Callable[..., dict[str, Tensor]]], checkpointed: bool = False
 ) -> Loop:
     """A loop over a model that ``compile_`` compiles, with nothing of earlier ones left."""
+    needs_compiler(**AOT)
     torch._dynamo.reset()
     model, inputs = Tagger(checkpointed), batch()
     call = compile_(model)
