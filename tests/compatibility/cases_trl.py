@@ -86,7 +86,9 @@ def sft() -> Training:
     return training("SFT", build("llama"), texts(), **PLAIN)
 
 
-@case(AREA, "TRL SFTTrainer, its defaults (bf16, gradient checkpointing)", needs=("trl",))
+@case(
+    AREA, "TRL SFTTrainer, its defaults (bf16, gradient checkpointing)", share=0.8, needs=("trl",)
+)
 def sft_defaults() -> Training:
     return training("SFT", build("llama"), texts())
 
