@@ -122,9 +122,7 @@ class Placement:
 
     def _may_quantize(self, flat: Tensor, site: SaveSite) -> bool:
         """Whether elements may lose bits."""
-        if flat.dtype is torch.bool:
-            return False
-        if not site.widths(self._config.bits):
+        if flat.dtype is torch.bool or not site.widths(self._config.bits):
             return False
         if site.option is not None:
             return site.option.codec is not None

@@ -14,7 +14,7 @@ from harness import Loop, Run, Subject, Training, case, gradients_of
 from tiny import batch, build, weights
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from daf_hf import compress_activations
 
@@ -35,27 +35,6 @@ def seq2seq() -> Training:
     def make(folder, steps, callbacks):
         args = Seq2SeqTrainingArguments(str(folder), max_steps=steps, **OPTIONS)
         return Seq2SeqTrainer(model, args, train_dataset=Examples("t5"), callbacks=callbacks)
-
-    return Training(model, make)
-
-
-class Weighted(Trainer):
-    """A loss of its own, of the logits."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        loss = nn.functional.cross_entropy(outputs.logits, labels, torch.tensor([1.0, 3.0]))
-        return (loss, outputs) if return_outputs else loss
-
-
-@case(AREA, "a Trainer that overrides compute_loss")
-def overridden() -> Training:
-    model = build("roberta")
-
-    def make(folder, steps, callbacks):
-        args = TrainingArguments(str(folder), max_steps=steps, **OPTIONS)
-        return Weighted(model, args, train_dataset=Examples("roberta"), callbacks=callbacks)
 
     return Training(model, make)
 
