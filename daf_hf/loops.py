@@ -88,7 +88,9 @@ class compress_activations:
         self._session.begin_step(self._session.step + 1)
 
     def set_budget(self, budget_mb: float | str) -> None:
-        """Change the budget; see :meth:`daf_hf.DAFCallback.set_budget`."""
+        """Change the budget, until a block with other options; see
+        :meth:`daf_hf.DAFCallback.set_budget`.
+        """
         self._session.set_budget(budget_mb)
 
     @property

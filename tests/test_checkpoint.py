@@ -303,7 +303,8 @@ def test_a_budget_that_does_not_go_with_the_options_is_left(tmp_path, bert_model
     first, _ = compressed(bert_model, 0.3)
     first.set_budget("auto")
     save(first._session, tmp_path)
-    again, compressor = compressed(build("bert"), 0.3, budget_schedule=[(5, 0.2)])
+    model = build("bert")  # of which the compressor alone would not hold on
+    again, compressor = compressed(model, 0.3, budget_schedule=[(5, 0.2)])
     restore(again._session, tmp_path)
     assert compressor.arena.limit_bytes == 0.3e6
     assert "budget of the checkpoint is not taken up" in caplog.text
