@@ -13,6 +13,9 @@ from .sites import Batch
 
 MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features")
 
+IGNORED = -100
+"""The label of tokens that no loss counts, as everywhere in transformers."""
+
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -46,16 +49,15 @@ def signature(inputs: Inputs) -> tuple[Any, ...]:
 
 
 def cut(inputs: Inputs, start: int, size: Batch) -> Inputs:
-    """``size.examples`` examples from ``start`` on, their first ``size.tokens`` tokens.
+    """``size.examples`` examples from ``start`` on, ``size.tokens`` neighbouring tokens of each.
 
-    Where the batch's last tokens are padding, the last one is among them: some models take another
+    They are where most labels are, or, without labels of tokens, most that is not padding; else
+    the first. Where the batch begins or ends with padding, so do they: some models take another
     way, and save other tensors, where nothing is padded. The tensors are copies, as a model may
     change its inputs in place.
     """
     whole = batch_of(inputs)
-    kept = list(range(size.tokens))
-    if 1 < size.tokens < whole.tokens and _ends_padded(inputs):
-        kept[-1] = whole.tokens - 1
+    kept = _tokens_of(inputs, start, size)
 
     def one_each(leaf: Any) -> bool:
         return isinstance(leaf, list) and len(leaf) == whole.examples
@@ -81,10 +83,38 @@ def cut(inputs: Inputs, start: int, size: Batch) -> Inputs:
     return args, kwargs
 
 
-def _ends_padded(inputs: Inputs) -> bool:
-    """Whether the last token of some example is padding, by the mask ``[examples, tokens]``."""
-    mask = inputs[1].get("attention_mask")
-    return isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask[:, -1].all())
+def _tokens_of(inputs: Inputs, start: int, size: Batch) -> list[int]:
+    """The places of the tokens that :func:`cut` takes, in order."""
+    whole = batch_of(inputs)
+    if size.tokens >= whole.tokens:
+        return list(range(whole.tokens))
+    examples = slice(start, start + size.examples)
+    labels, mask = (_of_tokens(inputs, name, whole) for name in ("labels", "attention_mask"))
+    first = 0
+    for telling in (None if labels is None else labels != IGNORED, mask):
+        if telling is None:
+            continue
+        sums = telling[examples].sum(0, dtype=torch.float64).cumsum(0)
+        sums = torch.cat((sums.new_zeros(1), sums))
+        counts = sums[size.tokens :] - sums[: -size.tokens]
+        if counts.max() > 0:
+            first = int(counts.argmax())
+            break
+    kept = list(range(first, first + size.tokens))
+    if size.tokens > 1 and mask is not None:
+        if not bool(mask[:, -1].all()):
+            kept[-1] = whole.tokens - 1
+        elif not bool(mask[:, 0].all()):
+            kept[0] = 0
+    return kept
+
+
+def _of_tokens(inputs: Inputs, name: str, whole: Batch) -> Tensor | None:
+    """An input of this name, if it is ``[examples, tokens]``."""
+    found = inputs[1].get(name)
+    if not isinstance(found, Tensor) or found.shape != (whole.examples, whole.tokens):
+        return None
+    return found
 
 
 def is_plain(leaf: Any) -> bool:

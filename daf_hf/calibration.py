@@ -173,14 +173,17 @@ class Calibration:
     def _pilot(self) -> Graph:
         """A very small graph: who reads what, and how sizes follow the batch."""
         tokens = max(SMALLEST_PROBE_TOKENS, self._whole.tokens * PILOT_SHARE // 16)
-        size = self._size(PILOT_EXAMPLES, tokens)
-        try:
-            return self._build(0, size)
-        except ProbeTooLargeError:
-            raise CalibrationError(
-                f"even {size.examples} examples of {size.tokens} tokens, held exactly, exceed "
-                "the budget"
-            ) from None
+        while True:
+            size = self._size(PILOT_EXAMPLES, tokens)
+            try:
+                return self._build(0, size)
+            except ProbeTooLargeError:
+                tokens = max(SMALLEST_PROBE_TOKENS, tokens // 2)
+                if self._size(PILOT_EXAMPLES, tokens) == size:
+                    raise CalibrationError(
+                        f"even {size.examples} examples of {size.tokens} tokens, held exactly, "
+                        "exceed the budget"
+                    ) from None
 
     def _survey(self, pilot: Graph) -> None:
         with _blaming_the_model():
@@ -197,7 +200,7 @@ class Calibration:
                 found.shape,
                 roles,
                 found.numel,
-                found.column,
+                found.columns,
                 found.uses,
                 found.mean_square,
                 found.mean_magnitude,
@@ -376,8 +379,9 @@ def _learn_derived(graph: Graph) -> None:
     for site, items in graph.items.items():
         follow = all(item.expression is not None for item in items)
         site.derived = follow and not site.least_bits and not site.doubted
-        for source in (source for item in items for source in item.sources()):
-            source.site.feeds |= site.derived
+        for item in items:
+            for source in item.sources() if item.witnessed else ():
+                source.site.feeds |= site.derived
 
 
 @contextmanager

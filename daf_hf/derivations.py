@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .attention import KERNELS, SUMS, Attended, Attention
 from .expressions import (
     Expression,
     Function,
@@ -72,6 +74,22 @@ def derivation(tensor: Tensor, numel: int, resolve: Resolve) -> Expression | Non
     return found if found.operations <= MOST_OPERATIONS else None
 
 
+def is_certain(tensor: Tensor) -> bool:
+    """Whether a tensor is the output of an operation that saves itself all that it follows from."""
+    node = tensor.grad_fn
+    return node is not None and operation(node.name()) in KERNELS and not tensor.output_nr
+
+
+def row_sums(tensor: Tensor, expression: Expression | None) -> tuple[Any, Expression] | None:
+    """Of the output of fused attention: what the hooks packed for its row sums, which the kernel
+    saves before, and how they follow.
+    """
+    if not isinstance(expression, Attention):
+        return None
+    packed = _packed(tensor.grad_fn, "logsumexp")
+    return None if packed is None else (packed, replace(expression, which=SUMS))
+
+
 def remember(tensor: Tensor, packed: Any) -> None:
     """Note for later traces that ``tensor``, an operation's output, was saved.
 
@@ -115,7 +133,8 @@ class _Trace:
 
     def _remembered(self, node: Any, index: int) -> Source | None:
         packed = node.metadata.get(f"{_KEY}.{index}")
-        return self._resolve(packed) if packed is not None else None
+        found = self._resolve(packed) if packed is not None else None
+        return found if found is not None and found.stride is None else None
 
     def _made_by(self, node: Any, saved: bool) -> Expression | None:
         """A node's output; its own saved output will do where ``saved``."""
@@ -130,6 +149,11 @@ class _Trace:
 
     def saved(self, node: Any, slot: str) -> Source | None:
         """What a node saved."""
+        found = self.laid_out(node, slot)
+        return found if found is not None and found.stride is None else None
+
+    def laid_out(self, node: Any, slot: str) -> Source | None:
+        """The same, whatever its strides."""
         packed = _packed(node, slot)
         return self._resolve(packed) if packed is not None else None
 
@@ -239,6 +263,20 @@ def _layer_norm(trace: _Trace, node: Any) -> Expression | None:
     return LayerNorm(x, mean, rstd, parameters[0], parameters[1], size)
 
 
+def _attention(trace: _Trace, node: Any) -> Expression | None:
+    mask = None
+    if _packed(node, "attn_mask") is not None:
+        mask = trace.laid_out(node, "attn_mask")
+        if mask is None:
+            return None
+    inputs = [trace.laid_out(node, slot) for slot in ("query", "key", "value")]
+    if not all(inputs) or node._saved_dropout_p:
+        return None
+    kernel = KERNELS[operation(node.name())]
+    known = tuple(source for source in inputs if source is not None)
+    return Attention(Attended(kernel, known, mask, node._saved_is_causal, node._saved_scale))
+
+
 def _pow(trace: _Trace, node: Any) -> Expression | None:
     if not node.name().endswith("Backward0"):  # the exponent is a tensor
         return None
@@ -267,4 +305,5 @@ _TRACES: dict[str, Callable[[_Trace, Any], Expression | None]] = {
     "Sigmoid": partial(_function, apply=torch.sigmoid),
     "Silu": partial(_function, apply=functional.silu),
     "Tanh": partial(_function, apply=torch.tanh),
+    **dict.fromkeys(KERNELS, _attention),
 }

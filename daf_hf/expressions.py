@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .tensors import contiguous_stride
+
 WITNESSES = 64
 """Elements of a tensor by which a derivation is confirmed in each step."""
 
@@ -89,7 +91,13 @@ class Reader:
 
 
 class Expression(ABC):
-    """How a tensor's elements follow from those of sources."""
+    """How a tensor's elements follow from those of sources.
+
+    Attributes:
+        witnessed: a few elements of the sources confirm it in each step.
+    """
+
+    witnessed = True
 
     @abstractmethod
     def operands(self) -> tuple[Expression, ...]:
@@ -146,10 +154,16 @@ def _close(value: Tensor, exact: Tensor, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class Source(Expression):
-    """A saved tensor itself."""
+    """A saved tensor itself.
+
+    Attributes:
+        saved: gives the elements as they lie in memory.
+        shape, stride: of the tensor; no strides where it lies row by row.
+    """
 
     saved: Any
     shape: tuple[int, ...]
+    stride: tuple[int, ...] | None = None
 
     @property
     def numel(self) -> int:
@@ -167,6 +181,11 @@ class Source(Expression):
 
     def evaluate(self, read: Reader, at: Places | None = None) -> Tensor:
         return read.whole(self.saved)
+
+    def laid_out(self, read: Reader) -> Tensor:
+        """The tensor itself."""
+        stride = contiguous_stride(self.shape) if self.stride is None else self.stride
+        return read.whole(self.saved).as_strided(self.shape, stride)
 
     def parts(self, read: Reader, at: Places | None = None) -> Iterator[tuple[int, Tensor]]:
         yield from read.parts(self.saved)

@@ -14,6 +14,7 @@ from .codecs import Codec, gelu_slope
 from .fitting import fitted
 from .kernels import reference
 from .kernels.format import MAX_BITS, PAGE_BYTES, Granularity, Layout, PageSpace, Statistics
+from .matching import RowStatistics
 from .saved_tensors import Compressor
 from .sites import SaveSite
 
@@ -109,12 +110,14 @@ class Gauge:
         found: dict[Codec, tuple[float, ...]] = {}
 
         def measure(codec: Codec) -> None:
-            in_terms_of_its_own = reads_gelu_slope(item.site) or reads_sign(item.site)
+            in_terms_of_its_own = (
+                item.matched or reads_gelu_slope(item.site) or reads_sign(item.site)
+            )
             errors = [
                 error / energy
                 for bits, widths in _WIDTHS
                 for error in (
-                    _errors_in_terms(item.site, part, exact, codec, bits, widths)
+                    _errors_in_terms(item, part, exact, codec, bits, widths)
                     if in_terms_of_its_own
                     else _errors(part, codec, bits, widths)
                 )
@@ -149,6 +152,8 @@ class Gauge:
             return item.flat, 0.0
         restored = torch.empty_like(flat)
         self._backend.decode(restored, layout, bits, table, space)
+        if item.matched:
+            restored = RowStatistics.of(flat, item.cols).match(restored)
         exact = in_terms(item.site, flat)
         weights = _weights(item, flat, item.cols)
         error = float(((in_terms(item.site, restored) - exact).square() * weights).sum())
@@ -193,24 +198,30 @@ def _errors(part: _Sample, codec: Codec, bits: int, widths: tuple[int, ...]) -> 
 
 
 def _errors_in_terms(
-    site: SaveSite,
+    item: Item,
     part: _Sample,
     exact: Tensor,
     codec: Codec,
     bits: int,
     widths: tuple[int, ...],
 ) -> list[float]:
-    """The same in terms of the site's consumer, ``exact``, which sums by code do not tell."""
+    """The same in terms of the site's consumer, ``exact``, or of matched rows, which sums by code
+    do not tell.
+    """
     statistics = part.statistics(codec, bits)
     if statistics is None:
         return []
     a, s = statistics
+    rows = RowStatistics.of(part.values, part.cols) if item.matched else None
     codes = reference.quantize(part.values, a, s, codec.book)
     found = []
     for width in widths:
         table = codec.book.tables[width].to(codes.device)
         restored = a + s * table[(codes >> (MAX_BITS - width)).long()]
-        found.append(float((in_terms(site, restored) - exact).square().sum()))
+        if rows is not None:
+            restored = rows.match(restored)
+        errors = (in_terms(item.site, restored) - exact).square()
+        found.append(float((errors * part.weights).sum()))
     return found
 
 
@@ -233,7 +244,7 @@ def _weights(item: Item, flat: Tensor, cols: int) -> Tensor | float:
         flat: elements ``[rows * cols]`` of it.
         cols: elements a row.
     """
-    if not item.site.normalised or item.column != len(item.shape) - 1:
+    if not item.matched:
         return 1.0
     squares = flat.float().view(-1, cols).square().mean(1)
     return (1 / (squares + SMALLEST_ROW)).repeat_interleave(cols)

@@ -93,9 +93,10 @@ class Note(NamedTuple):
 
 
 def source_of(packed: Any) -> Source | None:
-    """What the elements of a handle or a note can be had from, if they lie row by row."""
-    if isinstance(packed, View) and is_contiguous(packed.shape, packed.stride):
-        return Source(packed.physical, tuple(packed.shape))
+    """What the elements of a handle or a note can be had from, if that can be."""
+    if isinstance(packed, View):
+        row_by_row = is_contiguous(packed.shape, packed.stride)
+        return Source(packed.physical, tuple(packed.shape), None if row_by_row else packed.stride)
     if isinstance(packed, Kept) and is_ordinary(packed.tensor) and packed.tensor.is_contiguous():
         return Source(packed.tensor.view(-1), tuple(packed.tensor.shape))
     if isinstance(packed, Note):

@@ -17,6 +17,7 @@ from .distributed import Ranks
 from .dropout import SMALLEST_ELEMENTS
 from .expressions import WITNESSES
 from .kernels.noise import STATE_BYTES
+from .matching import statistics_bytes
 from .placement import COMPRESSIBLE, SMALLEST_BYTES
 from .saved_tensors import Compressor
 from .sites import Batch, SaveSite
@@ -300,7 +301,10 @@ class Planner:
         pages = codec.layout(numel, cols, bits).pages(bits)
         costs = [site.importance * d for d in site.distortions[codec]]
         costs[0] = max(costs[0], site.error_at_zero or 0.0)
-        nbytes = pages * PAGE_COST * site.probed.uses + _witness_bytes(site)
+        nbytes = pages * PAGE_COST
+        if site.matched:
+            nbytes += statistics_bytes(numel, cols)
+        nbytes = nbytes * site.probed.uses + _witness_bytes(site)
         seconds = 0.0
         if math.isfinite(self.compressor.config.time_budget):
             seconds = self._times.seconds(codec, bits, numel, site.dtype) * site.probed.uses

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .backward import PassedOn, below, differences_between, gradients_of, outgoing
 from .batches import Inputs, batch_of, scalar_loss
 from .checkpointed import repeatable, runs_again
-from .derivations import derivation, remember
+from .derivations import derivation, remember, row_sums
 from .expressions import Reader, Source
 from .saved_tensors import Compressor
 from .sites import SaveSite
@@ -95,10 +95,16 @@ class Graph(Pass):
         """Find what the item follows from, and confirm it by its elements."""
         if not self.compressor.config.derive:
             return False
-        flat = item.flat
-        item.expression = derivation(tensor, flat.numel(), _source_of)
-        if item.expression is not None and not item.expression.agrees(flat, _READER):
-            item.expression = None
+        found = derivation(tensor, item.flat.numel(), _source_of)
+        sums = row_sums(tensor, found)
+        if sums is not None:
+            packed, follows = sums
+            if not follows.agrees(packed.item.flat, _READER):
+                return False
+            packed.item.expression = follows
+            self._derived.append(packed.item)
+        if found is not None and found.agrees(item.flat, _READER):
+            item.expression = found
         return item.expression is not None
 
     def derived_from(self, items: Iterable[Item]) -> list[Item]:
@@ -121,8 +127,7 @@ class Graph(Pass):
         if isinstance(saved, Tensor):
             return saved
         item = saved.item
-        flat = item.flat if item.restored is None else item.restored
-        return flat.as_strided(saved.shape, saved.stride)
+        return item.all().as_strided(saved.shape, saved.stride)
 
     def _look(self) -> None:
         """See what the graph is made of.
@@ -298,10 +303,10 @@ def _normalising(node: Any) -> list[Any]:
 
 
 def _source_of(packed: Any) -> Source | None:
-    """What a packed tensor's elements can be had from, if they lie row by row."""
+    """What a packed tensor's elements can be had from, if that can be."""
     if isinstance(packed, Saved):
         row_by_row = is_contiguous(packed.shape, packed.stride)
-        return Source(packed.item, tuple(packed.shape)) if row_by_row else None
+        return Source(packed.item, tuple(packed.shape), None if row_by_row else packed.stride)
     if isinstance(packed, Tensor) and is_ordinary(packed) and packed.is_contiguous():
         return Source(packed.view(-1), tuple(packed.shape))
     return None

@@ -18,6 +18,7 @@ from torch import Tensor
 from .batches import Inputs, batch_of
 from .leases import Lease
 from .physical import Derived, Physical
+from .repeats import Repeated
 from .sites import DIM_BATCH, DIM_BOTH, DIM_TOKENS, Batch, Live, SaveSite
 
 MASK_INPUT = "attention_mask"
@@ -187,6 +188,8 @@ def lacks_rows(physical: Any) -> bool:
     """Whether rows are missing of what is restored, or of what it is derived from."""
     if isinstance(physical, Derived):
         return any(lacks_rows(source) for source in physical.expression.sources())
+    if isinstance(physical, Repeated):
+        return lacks_rows(physical.once)
     return isinstance(physical, LiveRows)
 
 

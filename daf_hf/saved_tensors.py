@@ -21,15 +21,17 @@ from torch import Tensor, nn
 
 from .checkpointed import LEAST_BITS
 from .config import DAFConfig
-from .derivations import derivation, remember
-from .expressions import WITNESSES, Reader, Sampler, Source
+from .derivations import derivation, is_certain, remember, row_sums
+from .expressions import WITNESSES, Expression, Reader, Sampler, Source
 from .handles import Handle, Kept, Note, Recast, View, source_of
 from .hook_stack import pop_hooks, push_hooks, top_hooks
 from .leases import Lease
+from .matching import Matched, RowStatistics, statistics_bytes
 from .packing import Packing
-from .physical import Copy, Derived, Physical
+from .physical import Copy, Derived, Pages, Physical
 from .placement import Placement
 from .refusal import Refusal
+from .repeats import Repeated, condensed
 from .rows import LiveRows, Pick, Rows, Watch, lacks_rows, take
 from .sites import Live, SaveSite, SiteTracker
 from .tensors import (
@@ -41,6 +43,7 @@ from .tensors import (
     is_ordinary,
     source_of_copy,
 )
+from .versions import Version
 
 
 class _Scope(threading.local):
@@ -260,7 +263,7 @@ class Compressor:
     def _store(self, tensor: Tensor, site: SaveSite, cdata: int, lease: Lease) -> Handle:
         """Store the elements once, however many saved tensors are views of them."""
         shape, stride = tensor.shape, tensor.stride()
-        extent, column, whole = geometry(shape, stride)
+        extent, dims, whole = geometry(shape, stride)
         version = -1 if tensor.is_inference() else tensor._version
         key = (cdata, tensor.storage_offset(), tensor.dtype, version, extent)
         if not whole:
@@ -269,16 +272,19 @@ class Compressor:
         if physical is None or not _serves(physical, site):
             source = tensor if whole else tensor.detach().contiguous()
             if not whole:
-                extent, column, _ = geometry(shape, source.stride())
+                extent, dims, _ = geometry(shape, source.stride())
             flat = flatten(source, extent)
             physical = None
-            if site.derived and whole and self.placement.wants_pages(flat, site):
+            derived = site.derived or (not site.known and self.config.derive and is_certain(tensor))
+            if derived and whole and self.placement.wants_pages(flat, site):
                 physical = self._derive(flat, tensor, site)
+            if physical is None:
+                physical = self._store_once(tensor, site, cdata)
             if physical is None:
                 physical = self._store_rows(flat, source, tensor, site, cdata)
             if physical is None:
-                cols = columns(shape, column, extent)
-                physical = self.placement.place(flat, cols, site, cdata, whole)
+                cols = columns(shape, dims, extent)
+                physical = self._place(flat, cols, site, cdata, whole)
             physical.saved = lease
             if site.watched is not Live.ALL:
                 self._watch(tensor, site)
@@ -322,13 +328,42 @@ class Compressor:
                 flat, self._witnesses, self._sampler.of(flat.numel())
             ):
                 site.placed = "derived", None
+                self._derive_row_sums(tensor, expression, versions)
                 return Derived(site, expression, versions, tensor.dtype)
         except LookupError:  # no doubt: there was no room for the witnesses
+            return None
+        if expression is None and tensor.grad_fn is None:  # it may be told by what is saved next
             return None
         site.derived, site.doubted = False, True
         self.unplanned.add(site)
         self.ledger.count("doubted")
         return None
+
+    def _derive_row_sums(
+        self, tensor: Tensor, expression: Expression, versions: list[Version]
+    ) -> None:
+        """Let go of what fused attention, whose output this is, has saved for its row sums."""
+        found = row_sums(tensor, expression)
+        if found is not None and isinstance(found[0], View):
+            view, follows = found
+            stored = view.physical
+            view.physical = Derived(stored.site, follows, versions, stored.site.dtype)
+            view.physical.saved = stored.saved
+            stored.site.placed = "derived", None
+
+    def _store_once(self, tensor: Tensor, site: SaveSite, cdata: int) -> Physical | None:
+        """Store those elements alone that are not repeated; None where none are."""
+        found = condensed(tensor) if self.config.derive and site.compressible else None
+        if found is None:
+            return None
+        shape, stride = tuple(found.shape), found.stride()
+        extent, dims, _ = geometry(shape, stride)
+        flat = flatten(found, extent)
+        once = self._store_rows(flat, found, tensor, site, cdata)
+        if once is None:
+            cols = columns(shape, dims, extent)
+            once = self._place(flat, cols, site, cdata, False)
+        return Repeated(site, once, shape, stride)
 
     def _store_rows(
         self, flat: Tensor, source: Tensor, tensor: Tensor, site: SaveSite, cdata: int
@@ -347,9 +382,20 @@ class Compressor:
             return None
         kept = take(flat, picked)
         cols = columns(shape, geometry(shape, stride)[1], kept.numel())
-        physical = self.placement.place(kept, cols, site, cdata, False)
+        physical = self._place(kept, cols, site, cdata, False)
         pick = Pick(rows, site.live, shape, stride, probed.roles)
         return LiveRows(site, physical, pick, self.placement.spread)
+
+    def _place(self, flat: Tensor, cols: int, site: SaveSite, cdata: int, whole: bool) -> Physical:
+        """Store elements; a normalisation's rows with their statistics."""
+        placement = self.placement
+        physical = placement.place(flat, cols, site, cdata, whole)
+        if not site.matched or not isinstance(physical, (Pages, Packing)):
+            return physical
+        lease = placement.reserve(statistics_bytes(flat.numel(), cols))
+        if lease is None:
+            return physical
+        return Matched(site, physical, RowStatistics.of(flat, cols), lease)
 
     def _watch(self, tensor: Tensor, site: SaveSite) -> None:
         """Have the gradient looked at in the rows that other sites do not store."""

@@ -30,7 +30,7 @@ from .checkpointed import EXACT_BITS, saves_inputs
 from .codecs import Codec
 from .module_calls import Call, Followed
 from .places import place_of
-from .tensors import operation
+from .tensors import are_rows, operation
 
 LAYOUT_NODES = frozenset(
     [
@@ -125,6 +125,12 @@ class SaveSite:
         return (self.narrow or self.dtype).itemsize
 
     @property
+    def matched(self) -> bool:
+        """Its rows are stored with their statistics (:mod:`daf_hf.matching`)."""
+        probed = self.probed
+        return self.normalised and probed is not None and are_rows(probed.columns, probed.shape)
+
+    @property
     def consumer(self) -> str:
         """All consumers in one word."""
         return " ".join(sorted(self.consumers)) or "unknown"
@@ -164,7 +170,7 @@ class Probed:
         shape: of the tensor.
         roles: how each dimension follows the batch.
         numel: elements to store (fewer than the shape's for an expanded tensor).
-        column: the dimension whose neighbours are adjacent in memory; -1 for none.
+        columns: the dimensions of a row of its memory (:func:`daf_hf.tensors.geometry`).
         uses: tensors stored here in one forward pass; duplicates of others' do not count.
         mean_square, mean_magnitude: of the elements.
     """
@@ -173,7 +179,7 @@ class Probed:
     shape: tuple[int, ...]
     roles: tuple[int, ...]
     numel: int
-    column: int
+    columns: tuple[int, ...]
     uses: int
     mean_square: float
     mean_magnitude: float
@@ -185,9 +191,7 @@ class Probed:
         factors = [(1.0, examples, tokens, examples * tokens)[role] for role in self.roles]
         numel = round(self.numel * math.prod(factors))
         numel = numel * batch.kept(live) // (batch.examples * batch.tokens)
-        if self.column < 0:
-            return numel, 1
-        return numel, round(self.shape[self.column] * factors[self.column])
+        return numel, math.prod(round(self.shape[d] * factors[d]) for d in self.columns)
 
 
 def _kind(tensor: Tensor) -> str | bool:

@@ -25,7 +25,7 @@ class Finding:
     """What a survey found of a site.
 
     Attributes:
-        shape, column: of the first tensor.
+        shape, columns: of the first tensor.
         numel: its elements to store.
         uses: tensors stored in one forward pass; duplicates of others' do not count.
         mean_square, mean_magnitude: of its elements.
@@ -35,7 +35,7 @@ class Finding:
     """
 
     shape: tuple[int, ...]
-    column: int
+    columns: tuple[int, ...]
     numel: int
     uses: int
     mean_square: float
@@ -90,7 +90,7 @@ class Survey(Pass):
         empty = not flat.numel()
         finding = Finding(
             item.shape,
-            item.column,
+            item.columns,
             flat.numel(),
             1,
             0.0 if empty else float(values.square().mean()),

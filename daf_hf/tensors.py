@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
@@ -18,22 +19,35 @@ WIDE = (torch.int16, torch.int32, torch.int64)
 
 
 @lru_cache(maxsize=65536)
-def geometry(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, int, bool]:
-    """Extent in memory, column dimension, and whether the extent is all there is to store.
+def geometry(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, tuple[int, ...], bool]:
+    """Extent in memory, dimensions of the columns, and whether the extent is all there is to store.
 
     The extent of an expanded tensor is that of what was expanded; that of a slice with gaps is
     larger than its elements, and the slice must be copied together first.
+
+    The columns are the dimension whose neighbours are adjacent in memory, and those that lie next
+    to it in memory though a later one was moved in between, as the heads of attention do:
+    ``[batch, heads, tokens, head size]``, made as ``[batch, tokens, heads, head size]``.
     """
-    extent, elements, column = 1, 1, -1
-    for index, (size, step) in enumerate(zip(shape, stride, strict=True)):
+    extent, elements = 1, 1
+    for size, step in zip(shape, stride, strict=True):
         if size == 0:
-            return 0, -1, True
+            return 0, (), True
         extent += (size - 1) * step
         if step:
             elements *= size
-        if step == 1 and size > 1:
-            column = index
-    return extent, column, extent <= elements
+    inner = sorted(
+        (d for d in range(len(shape)) if stride[d] and shape[d] > 1), key=stride.__getitem__
+    )
+    found: list[int] = []
+    step = 1
+    for d in inner:
+        moved = not found or any(d < other < min(found) for other in inner)
+        if stride[d] != step or not moved:
+            break
+        found.append(d)
+        step *= shape[d]
+    return extent, tuple(found), extent <= elements
 
 
 @lru_cache(maxsize=4096)
@@ -42,10 +56,15 @@ def operation(node: str) -> str:
     return node.rstrip("0123456789").removesuffix("Backward")
 
 
-def columns(shape: tuple[int, ...], column: int, numel: int) -> int:
-    """Elements of the dimension whose neighbours are adjacent in memory (1 where it is none)."""
-    size = shape[column] if column >= 0 else 1
+def columns(shape: tuple[int, ...], dims: tuple[int, ...], numel: int) -> int:
+    """Columns of ``numel`` elements; see :func:`geometry` (1 where there are none)."""
+    size = math.prod(shape[d] for d in dims)
     return size if size and numel % size == 0 else 1
+
+
+def are_rows(dims: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether the columns are the last dimension alone, over which normalisations go."""
+    return dims == (len(shape) - 1,)
 
 
 def is_ordinary(tensor: Tensor) -> bool:

@@ -18,10 +18,11 @@ from .batches import Inputs
 from .checkpointed import LEAST_BITS
 from .expressions import Expression
 from .hook_stack import pop_hooks, push_hooks
+from .repeats import condensed, spread_out
 from .rows import Rows, spread, take
 from .saved_tensors import Compressor
 from .sites import Live, SaveSite
-from .tensors import columns, flatten, geometry, is_ordinary
+from .tensors import are_rows, columns, flatten, geometry, is_ordinary
 
 
 @dataclass(eq=False)
@@ -31,31 +32,32 @@ class Item:
     Attributes:
         site: the save site that stored them first.
         flat: the elements, as they lie in memory.
-        shape, stride, column: of the saved tensor; the dimension whose neighbours are adjacent
-            (-1: none).
+        shape, stride, columns: of the saved tensor; the dimensions of a row of its memory.
         edge: where the gradient of the saved tensor arrives; None where there is none, or the
             tensor does not lie row by row.
         picked: ``bool [rows]``, which rows are read; None where all are.
         restored: what a perturbed backward pass reads instead.
         readers: the autograd nodes that read it.
         expression: how the elements follow from other items, if they do.
+        repeats: the elements that were saved repeat these (:mod:`daf_hf.repeats`).
     """
 
     site: SaveSite
     flat: Tensor
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    column: int
+    columns: tuple[int, ...]
     edge: GradientEdge | None = None
     picked: Tensor | None = None
     restored: Tensor | None = None
     readers: set[Any] = field(default_factory=set)
     expression: Expression | None = None
+    repeats: bool = False
 
     @property
     def cols(self) -> int:
         """Columns of the elements."""
-        return columns(self.shape, self.column, self.kept().numel())
+        return columns(self.shape, self.columns, self.kept().numel())
 
     def kept(self) -> Tensor:
         """The elements that are stored, flat."""
@@ -72,14 +74,29 @@ class Item:
         """Passes over the elements that it takes to restore what is derived."""
         return self.expression.operations if self.expression is not None else 0
 
+    @property
+    def matched(self) -> bool:
+        """Its rows are restored with their own statistics (:mod:`daf_hf.matching`)."""
+        return self.site.normalised and are_rows(self.columns, self.shape)
+
+    @property
+    def witnessed(self) -> bool:
+        """A few elements of the others confirm in each step that it follows from them."""
+        return self.expression is not None and self.expression.witnessed
+
     def sources(self) -> list[Item]:
         """The items that it follows from."""
         found = self.expression.sources() if self.expression is not None else ()
         return [source for source in found if isinstance(source, Item)]
 
+    def all(self) -> Tensor:
+        """The elements that were saved, or what is read instead, as they lie in memory."""
+        flat = self.flat if self.restored is None else self.restored
+        return spread_out(flat, self.shape, self.stride) if self.repeats else flat
+
     def own(self) -> Tensor:
-        """The elements, or what is read instead, in memory that the caller may change."""
-        return (self.flat if self.restored is None else self.restored).clone()
+        """The same, in memory that the caller may change."""
+        return self.all().clone()
 
 
 @dataclass(eq=False)
@@ -131,26 +148,31 @@ class Pass(ABC):
         site.shape, site.dtype = tensor.shape, tensor.dtype
         self.nbytes += self._first_seen(storage)
         shape, stride = tensor.shape, tensor.stride()
-        extent, column, whole = geometry(shape, stride)
+        extent, dims, whole = geometry(shape, stride)
         version = -1 if tensor.is_inference() else tensor._version
         key = (storage._cdata, tensor.storage_offset(), tensor.dtype, version, extent)
         if not whole:
             tensor = tensor.detach().contiguous()
             key, stride = (*key, shape, stride), tensor.stride()
-            extent, column, _ = geometry(shape, stride)
+            extent, dims, _ = geometry(shape, stride)
         # As when tensors are stored: what needs more bits is stored once more.
         enough = LEAST_BITS[LEAST_BITS.index(site.least_bits) :]
         keys = [(*key, least) for least in enough]
         key = next((each for each in keys if each in self._known), keys[0])
         if key not in self._known:
+            once = condensed(original) if compressor.config.derive and site.compressible else None
+            if once is not None:
+                tensor, shape, stride = once, once.shape, once.stride()
+                extent, dims, _ = geometry(shape, stride)
             item = Item(
                 site,
                 flatten(tensor, extent),
                 tuple(shape),
                 stride,
-                column,
+                dims,
+                repeats=once is not None,
             )
-            if original.grad_fn is not None and original.is_contiguous():
+            if original.grad_fn is not None and original.is_contiguous() and once is None:
                 item.edge = GradientEdge(original.grad_fn, original.output_nr)
             item.picked = self.picked(item, site.live)
             self._known[key] = self._first(item, tensor)

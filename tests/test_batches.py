@@ -61,8 +61,29 @@ def test_cut_keeps_padding_where_there_is_some():
     assert torch.equal(cut_to["input_ids"], IDS[2:4][:, [0, 1, 2, 15]])
     assert cut_to["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
     _, cut_to = cut(((), {"input_ids": IDS, "attention_mask": mask.flip(1)}), 2, Batch(2, 4))
-    assert torch.equal(cut_to["input_ids"], IDS[2:4, :4])
-    assert cut_to["attention_mask"].tolist() == [[1, 1, 1, 1], [0, 0, 0, 0]]
+    assert torch.equal(cut_to["input_ids"], IDS[2:4][:, [0, 8, 9, 10]])
+    assert cut_to["attention_mask"].tolist() == [[1, 1, 1, 1], [0, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 6, 10])
+def test_cut_takes_the_tokens_that_have_labels(tokens):
+    """A loss on the reply alone has no gradient in the prompt."""
+    labels = torch.full((8, 16), -100)
+    labels[:, 9:13] = 5
+    labels[5, 2:] = 5  # of another example
+    inputs = {"input_ids": IDS, "labels": labels, "attention_mask": torch.ones(8, 16)}
+    _, cut_to = cut(((), inputs), 2, Batch(2, tokens))
+    assert cut_to["input_ids"].shape == (2, tokens)
+    assert (cut_to["labels"] != -100).sum() == 2 * min(tokens, 4)
+    assert torch.equal(
+        cut_to["input_ids"] - cut_to["input_ids"][:, :1], IDS[:2, :tokens] - IDS[:2, :1]
+    )
+
+
+def test_cut_takes_the_first_tokens_where_nothing_tells_them_apart():
+    labels = torch.full((8, 16), -100)
+    inputs = {"input_ids": IDS, "labels": labels}
+    assert torch.equal(cut(((), inputs), 0, Batch(2, 3))[1]["input_ids"], IDS[:2, :3])
 
 
 def test_cut_leaves_the_inputs_alone():

@@ -21,7 +21,7 @@ def tracker_of(**sites):
     """A tracker that has met these sites of one module, in this order."""
     tracker = SiteTracker(torch.nn.Linear(1, 1))
     for ordinal, (name, values) in enumerate(sites.items()):
-        probed = Probed(Batch(ordinal + 1), (1,), (0,), 1, 0, 1, 1.0, 1.0)
+        probed = Probed(Batch(ordinal + 1), (1,), (0,), 1, (0,), 1, 1.0, 1.0)
         site = SaveSite(f"layer/{ordinal}", "layer", probed=probed, known=True)
         for field, value in values.items():
             setattr(site, field, value)

@@ -39,7 +39,7 @@ def test_roles_predict_sizes(examples, tokens, more_examples, more_tokens, width
     assert roles == (DIM_BOTH, DIM_BATCH, DIM_CONSTANT, DIM_TOKENS, DIM_CONSTANT)
     probe, target = Batch(examples, tokens), Batch(more_examples, more_tokens)
     numel = torch.Size(shape(probe)).numel()
-    probed = Probed(probe, shape(probe), roles, numel, 4, 1, 1.0, 1.0)
+    probed = Probed(probe, shape(probe), roles, numel, (4,), 1, 1.0, 1.0)
     assert probed.predict(target) == (torch.Size(shape(target)).numel(), width * 101)
 
 

@@ -29,10 +29,14 @@ from daf_hf.arena import PAGE_COST, TABLE_ENTRY_BYTES
 from daf_hf.kernels import reference
 from daf_hf.kernels.format import PAGE_BYTES, PageSpace
 from daf_hf.loops import compress_activations
+from daf_hf.matching import Matched
 from daf_hf.packing import Packing
+from daf_hf.repeats import Repeated
 from daf_hf.rows import LiveRows
 
 VOCABULARY = 120
+INNER = {Repeated: "once", LiveRows: "kept", Matched: "rows"}
+"""Of what restores elements from others', where these are."""
 HIDDEN = 64
 
 
@@ -297,10 +301,11 @@ class Watch:
             self.packs += 1
             physical = getattr(handle, "physical", None)
             if physical is not None:
-                self._physicals.add(physical)
-                if isinstance(physical, LiveRows):
-                    self._physicals.add(physical.kept)
                 self.sites.add(physical.site)
+                while physical is not None:
+                    self._physicals.add(physical)
+                    inner = INNER.get(type(physical))
+                    physical = getattr(physical, inner) if inner else None
             self.peak = max(self.peak, self.held())
             self.footprint_peak = max(self.footprint_peak, self.footprint())
             return handle
@@ -333,6 +338,8 @@ class Watch:
         tensors += [p.noise.state for p in self._places() if hasattr(p, "noise")]
         rows = [p.pick.rows for p in self._physicals if isinstance(p, LiveRows)]
         tensors += [mask for each in rows for mask in each.masks.values()]
+        for each in self._physicals:
+            tensors += each.statistics if isinstance(each, Matched) else ()
         tensors += [p.witnesses for p in self._physicals if p.witnesses is not None]
         copies = (tensor.untyped_storage() for tensor in tensors)
         return sum({storage.data_ptr(): storage.nbytes() for storage in copies}.values())
