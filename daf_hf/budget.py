@@ -164,6 +164,13 @@ class Budget:
         reading, arena = self._left.read(), self._compressor.arena
         change = governor.first(reading, arena.taken_bytes)
         self._governor = governor
+        if governor.lacks_room(reading, arena.taken_bytes):
+            logger.warning(
+                "daf_hf: budget_mb='auto' begins with one step of %g MB, which is not free: %s; "
+                "lower headroom_mb, or end other programs",
+                config.budget_step_mb,
+                change.cause,
+            )
         self._put(change.limit_bytes, change.cause)
         if self.installed:
             self._watchman.start()

@@ -92,6 +92,10 @@ class Governor:
         self._window(now, step)
         return Change(grown, self._cause(reading)) if grown > limit_bytes else None
 
+    def lacks_room(self, reading: Reading, taken_bytes: float) -> bool:
+        """Whether not even one step fits beside the headroom."""
+        return taken_bytes + reading.available - self._headroom < self._step
+
     def _fitting(self, room: float) -> float:
         return max(1, math.floor(room / self._step)) * self._step
 

@@ -223,3 +223,13 @@ def test_options():
             DAFConfig(**bad)
     with pytest.raises(ValueError, match=r"budget_schedule.*use one of the two"):
         DAFConfig(budget_mb="auto", budget_schedule=[(0, 5)])
+
+
+@pytest.mark.parametrize("headroom_mb", [1.0, 1e9])
+def test_a_headroom_that_is_not_there_is_told(headroom_mb, caplog):
+    model, inputs = build("bert"), batch("bert")
+    daf, compressor = compressed(model, "auto", headroom_mb=headroom_mb, budget_step_mb=1.0)
+    with caplog.at_level(logging.WARNING, "daf_hf"), daf:
+        loss_of(model(**inputs)).backward()
+    assert ("lower headroom_mb" in caplog.text) == (headroom_mb > 1)
+    assert compressor.arena.limit_bytes >= 1e6 and nothing_held(compressor)
