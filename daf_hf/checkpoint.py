@@ -65,6 +65,7 @@ def save(session: Session, folder: str | os.PathLike[str]) -> None:
     Raises:
         OSError: when it cannot be written.
     """
+    session.learn()
     path = Path(folder) / FILE
     unfinished = path.with_suffix(".tmp")
     try:

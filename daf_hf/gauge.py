@@ -17,6 +17,7 @@ from .kernels.format import MAX_BITS, PAGE_BYTES, Granularity, Layout, PageSpace
 from .matching import RowStatistics
 from .saved_tensors import Compressor
 from .sites import SaveSite
+from .tensors import are_rows
 
 if TYPE_CHECKING:
     from .watching import Item
@@ -244,7 +245,7 @@ def _weights(item: Item, flat: Tensor, cols: int) -> Tensor | float:
         flat: elements ``[rows * cols]`` of it.
         cols: elements a row.
     """
-    if not item.matched:
+    if not item.site.normalised or not are_rows(item.columns, item.shape):
         return 1.0
     squares = flat.float().view(-1, cols).square().mean(1)
     return (1 / (squares + SMALLEST_ROW)).repeat_interleave(cols)

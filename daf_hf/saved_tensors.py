@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 from .checkpointed import LEAST_BITS
 from .config import DAFConfig
-from .derivations import derivation, is_certain, remember, row_sums
-from .expressions import WITNESSES, Expression, Reader, Sampler, Source
-from .handles import Handle, Kept, Note, Recast, View, source_of
+from .derivations import remember
+from .deriving import Deriver
+from .handles import Handle, Kept, Note, Recast, View
 from .hook_stack import pop_hooks, push_hooks, top_hooks
 from .leases import Lease
 from .matching import Matched, RowStatistics, statistics_bytes
 from .packing import Packing
-from .physical import Copy, Derived, Pages, Physical
+from .physical import Derived, Pages, Physical
 from .placement import Placement
 from .refusal import Refusal
 from .repeats import Repeated, condensed
@@ -43,7 +43,6 @@ from .tensors import (
     is_ordinary,
     source_of_copy,
 )
-from .versions import Version
 
 
 class _Scope(threading.local):
@@ -93,8 +92,7 @@ class Compressor:
         self._parameters: frozenset[int] = frozenset()
         self._physicals: dict[tuple[Any, ...], weakref.ref[Physical]] = {}
         self.rows: Rows | None = None
-        self._sampler = Sampler()
-        self._witnesses = Reader(self._witnesses_of)
+        self._deriver = Deriver(placement, config.derive)
         self._end_save = placement.ends.later(self.ledger.unsave)
 
     @property
@@ -154,7 +152,7 @@ class Compressor:
             self.placement.refusal = Refusal()
             self.workspace.clear()
             if not self._physicals:
-                self._sampler.renew()
+                self._deriver.renew()
         self.tracker.restart()
         self.draws.note()
         self.learn_parameters()
@@ -275,9 +273,8 @@ class Compressor:
                 extent, dims, _ = geometry(shape, source.stride())
             flat = flatten(source, extent)
             physical = None
-            derived = site.derived or (not site.known and self.config.derive and is_certain(tensor))
-            if derived and whole and self.placement.wants_pages(flat, site):
-                physical = self._derive(flat, tensor, site)
+            if whole and self._deriver.may_derive(flat, tensor, site):
+                physical = self._deriver.derive(flat, tensor, site)
             if physical is None:
                 physical = self._store_once(tensor, site, cdata)
             if physical is None:
@@ -289,7 +286,7 @@ class Compressor:
             if site.watched is not Live.ALL:
                 self._watch(tensor, site)
             if site.feeds and flat.numel():
-                self._take_witnesses(flat, physical)
+                self._deriver.take_witnesses(flat, physical)
             key = (*key, site.least_bits)
             self._physicals[key] = weakref.ref(physical, self._forget(key))
             if site.two_valued:
@@ -310,46 +307,6 @@ class Compressor:
             if reference is not None and (physical := reference()) is not None:
                 return physical
         return None
-
-    def _derive(self, flat: Tensor, tensor: Tensor, site: SaveSite) -> Physical | None:
-        """Store nothing: the elements follow from what is held already."""
-        versions = []
-
-        def resolve(packed: Any) -> Source | None:
-            found = source_of(packed)
-            changeable = found and isinstance(found.saved, (Tensor, Copy, Packing))
-            if changeable and packed.version:
-                versions.append(packed.version)
-            return found
-
-        expression = derivation(tensor, flat.numel(), resolve)
-        try:
-            if expression is not None and expression.agrees(
-                flat, self._witnesses, self._sampler.of(flat.numel())
-            ):
-                site.placed = "derived", None
-                self._derive_row_sums(tensor, expression, versions)
-                return Derived(site, expression, versions, tensor.dtype)
-        except LookupError:  # no doubt: there was no room for the witnesses
-            return None
-        if expression is None and tensor.grad_fn is None:  # it may be told by what is saved next
-            return None
-        site.derived, site.doubted = False, True
-        self.unplanned.add(site)
-        self.ledger.count("doubted")
-        return None
-
-    def _derive_row_sums(
-        self, tensor: Tensor, expression: Expression, versions: list[Version]
-    ) -> None:
-        """Let go of what fused attention, whose output this is, has saved for its row sums."""
-        found = row_sums(tensor, expression)
-        if found is not None and isinstance(found[0], View):
-            view, follows = found
-            stored = view.physical
-            view.physical = Derived(stored.site, follows, versions, stored.site.dtype)
-            view.physical.saved = stored.saved
-            stored.site.placed = "derived", None
 
     def _store_once(self, tensor: Tensor, site: SaveSite, cdata: int) -> Physical | None:
         """Store those elements alone that are not repeated; None where none are."""
@@ -405,23 +362,6 @@ class Compressor:
         pick = Pick(rows, site.watched, tuple(tensor.shape), tensor.stride(), probed.roles)
         if rows.of(*pick[1:]) is not None:
             node.register_prehook(Watch(site, pick, tensor.output_nr))
-
-    def _take_witnesses(self, flat: Tensor, physical: Physical) -> None:
-        """Note a few elements exactly, for what is derived from them; they count as held."""
-        if self.placement.reserve_witnesses(physical, WITNESSES * flat.element_size()):
-            physical.witnesses = self._sampler.of(flat.numel()).of(flat)
-
-    def _witnesses_of(self, source: Physical | Tensor) -> Tensor:
-        """The exact witnesses of a source.
-
-        Raises:
-            LookupError: it was stored before anything was known to follow from it.
-        """
-        if isinstance(source, Tensor):
-            return self._sampler.of(source.numel()).of(source)
-        if source.witnesses is None:
-            raise LookupError
-        return source.witnesses.clone()
 
     def _forget(self, key: tuple[Any, ...]) -> Callable[[Any], None]:
         physicals = self._physicals

@@ -273,6 +273,12 @@ class Session:
         demoted = arena.demoted_pages - last.demoted
         return self.compressor.ledger.pass_peak + demoted * PAGE_COST
 
+    def learn(self) -> None:
+        """Learn from the last pass now: the next one may be another session's."""
+        wanted = self._wanted_bytes() if self.ranks.alone else None
+        if wanted is not None:
+            self._learn_from_last_pass(wanted)
+
     def _learn_from_last_pass(self, wanted_bytes: int | None) -> None:
         last, self._unlearnt = self._unlearnt, None
         if wanted_bytes is not None and last is not None and last.plan is not None:

@@ -30,7 +30,7 @@ from .checkpointed import EXACT_BITS, saves_inputs
 from .codecs import Codec
 from .module_calls import Call, Followed
 from .places import place_of
-from .tensors import are_rows, operation
+from .tensors import MATCHED_ROW, are_rows, operation
 
 LAYOUT_NODES = frozenset(
     [
@@ -128,7 +128,9 @@ class SaveSite:
     def matched(self) -> bool:
         """Its rows are stored with their statistics (:mod:`daf_hf.matching`)."""
         probed = self.probed
-        return self.normalised and probed is not None and are_rows(probed.columns, probed.shape)
+        if probed is None or not self.normalised:
+            return False
+        return are_rows(probed.columns, probed.shape, MATCHED_ROW)
 
     @property
     def consumer(self) -> str:

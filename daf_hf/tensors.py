@@ -13,6 +13,9 @@ from torch import Tensor, nn
 _functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
 
 
+MATCHED_ROW = 64
+"""Elements of a row from which on two statistics of it cost little beside them."""
+
 HALVES = (torch.bfloat16, torch.float16)
 NARROW = (torch.uint8, torch.int8, torch.int16, torch.int32)
 WIDE = (torch.int16, torch.int32, torch.int64)
@@ -62,9 +65,11 @@ def columns(shape: tuple[int, ...], dims: tuple[int, ...], numel: int) -> int:
     return size if size and numel % size == 0 else 1
 
 
-def are_rows(dims: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether the columns are the last dimension alone, over which normalisations go."""
-    return dims == (len(shape) - 1,)
+def are_rows(dims: tuple[int, ...], shape: tuple[int, ...], least: int = 1) -> bool:
+    """Whether the columns are the last dimension alone, over which normalisations go, of at least
+    so many elements.
+    """
+    return dims == (len(shape) - 1,) and shape[-1] >= least
 
 
 def is_ordinary(tensor: Tensor) -> bool:

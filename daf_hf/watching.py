@@ -22,7 +22,7 @@ from .repeats import condensed, spread_out
 from .rows import Rows, spread, take
 from .saved_tensors import Compressor
 from .sites import Live, SaveSite
-from .tensors import are_rows, columns, flatten, geometry, is_ordinary
+from .tensors import MATCHED_ROW, are_rows, columns, flatten, geometry, is_ordinary
 
 
 @dataclass(eq=False)
@@ -77,7 +77,7 @@ class Item:
     @property
     def matched(self) -> bool:
         """Its rows are restored with their own statistics (:mod:`daf_hf.matching`)."""
-        return self.site.normalised and are_rows(self.columns, self.shape)
+        return self.site.normalised and are_rows(self.columns, self.shape, MATCHED_ROW)
 
     @property
     def witnessed(self) -> bool:

@@ -1,0 +1,98 @@
+"""What is derived in a step: stored as an expression of what is held already."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .derivations import derivation, is_certain, row_sums
+from .expressions import WITNESSES, Expression, Reader, Sampler, Source
+from .handles import View, source_of
+from .packing import Packing
+from .physical import Copy, Derived, Physical
+from .placement import Placement
+from .sites import SaveSite
+from .versions import Version
+
+
+class Deriver:
+    """Finds what a tensor that is being saved follows from, and confirms it.
+
+    Args:
+        placement: where the others are.
+        derives: whether anything may be derived.
+    """
+
+    def __init__(self, placement: Placement, derives: bool) -> None:
+        self._placement = placement
+        self._derives = derives
+        self._sampler = Sampler()
+        self._witnesses = Reader(self._witnesses_of)
+
+    def renew(self) -> None:
+        """Confirm by other elements from now on; none may be noted at the moment."""
+        self._sampler.renew()
+
+    def may_derive(self, flat: Tensor, tensor: Tensor, site: SaveSite) -> bool:
+        """Whether to look: calibration has found it to follow, or its own node says so."""
+        if not (site.derived or (self._derives and not site.known and is_certain(tensor))):
+            return False
+        return self._placement.wants_pages(flat, site)
+
+    def derive(self, flat: Tensor, tensor: Tensor, site: SaveSite) -> Physical | None:
+        """Store nothing: the elements follow from what is held already."""
+        versions = []
+
+        def resolve(packed: Any) -> Source | None:
+            found = source_of(packed)
+            changeable = found and isinstance(found.saved, (Tensor, Copy, Packing))
+            if changeable and packed.version:
+                versions.append(packed.version)
+            return found
+
+        expression = derivation(tensor, flat.numel(), resolve)
+        try:
+            if expression is not None and expression.agrees(
+                flat, self._witnesses, self._sampler.of(flat.numel())
+            ):
+                site.placed = "derived", None
+                self._derive_row_sums(tensor, expression, versions)
+                return Derived(site, expression, versions, tensor.dtype)
+        except LookupError:  # no doubt: there was no room for the witnesses
+            return None
+        if expression is None and tensor.grad_fn is None:  # it may be told by what is saved next
+            return None
+        site.derived, site.doubted = False, True
+        self._placement.unplanned.add(site)
+        self._placement.ledger.count("doubted")
+        return None
+
+    def _derive_row_sums(
+        self, tensor: Tensor, expression: Expression, versions: list[Version]
+    ) -> None:
+        """Let go of what fused attention, whose output this is, has saved for its row sums."""
+        found = row_sums(tensor, expression)
+        if found is not None and isinstance(found[0], View):
+            view, follows = found
+            stored = view.physical
+            view.physical = Derived(stored.site, follows, versions, stored.site.dtype)
+            view.physical.saved = stored.saved
+            stored.site.placed = "derived", None
+
+    def take_witnesses(self, flat: Tensor, physical: Physical) -> None:
+        """Note a few elements exactly, for what is derived from them; they count as held."""
+        if self._placement.reserve_witnesses(physical, WITNESSES * flat.element_size()):
+            physical.witnesses = self._sampler.of(flat.numel()).of(flat)
+
+    def _witnesses_of(self, source: Physical | Tensor) -> Tensor:
+        """The exact witnesses of a source.
+
+        Raises:
+            LookupError: it was stored before anything was known to follow from it.
+        """
+        if isinstance(source, Tensor):
+            return self._sampler.of(source.numel()).of(source)
+        if source.witnesses is None:
+            raise LookupError
+        return source.witnesses.clone()
