@@ -119,6 +119,7 @@ class Budget:
                 "configured_mb": self._configured,
                 "budget_mb": self.config.budget_mb,
                 "asked_bytes": self._asked,
+                "limit_bytes": self.limit_bytes,
                 "undecided": self.undecided,
                 "scheduled_mb": self.scheduled_mb,
                 "schedule": text_of(self.config.budget_schedule),
@@ -145,7 +146,9 @@ class Budget:
                 self._govern()
             else:
                 self._governor = None
-                self._put(state["asked_bytes"], "the checkpoint")
+                asked = state["asked_bytes"]
+                self._put(max(asked, state["limit_bytes"]), "the checkpoint")
+                self._asked = asked
                 self.undecided = state["undecided"]
 
     # What the device has left ------------------------------------------------------------------
@@ -208,8 +211,8 @@ class Budget:
         if not within:
             held = self._compressor.arena.held_bytes
             self._tell(
-                "daf_hf: budget_mb=%g is below what is held at the fewest bits, %.2f MB; the rest "
-                "follows as backward frees it",
+                "daf_hf: budget_mb=%g is below what is held exactly and at the fewest bits, %.2f "
+                "MB; the rest follows as backward frees it",
                 limit,
                 held,
             )

@@ -110,7 +110,9 @@ class DAFConfig:
         "are dropped otherwise.",
     )
     spill_mb: float = _option(
-        math.inf, "MB that may be spilled at any moment; when they are used up, planes are dropped."
+        math.inf,
+        "MB that may be spilled at any moment; when they are used up, planes are dropped, and what "
+        "has no room at the fewest bits is refused (BudgetError).",
     )
     calibration_batch: int = _option(4, "Examples of a batch that a calibration probes.")
     calibrate_at: tuple[int, ...] = _option(

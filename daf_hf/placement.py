@@ -284,8 +284,9 @@ class Placement:
         if not self.refuses and self._spill.fits(flat.nbytes):
             if not self.ledger.counts.get("spilled") and self._config.on_overflow == "error":
                 logger.warning(
-                    "daf_hf: the budget of %g MB has no room for all that this step saves, even at "
-                    "the fewest bits; the rest is spilled to a file, which is slow",
+                    "daf_hf: the budget of %g MB has no room for all that this step saves beside "
+                    "what is held exactly and at the fewest bits; the rest is spilled to a file, "
+                    "which is slow",
                     self.arena.limit_bytes / 1e6,
                 )
             self.ledger.count("spilled")

@@ -99,7 +99,7 @@ def _draw(rows: list[dict[str, float]]) -> bytes:
     figure = Figure(figsize=(8, 8), layout="constrained")
     memory, bits, loss = figure.subplots(3, sharex=True, height_ratios=(2, 1, 1))
     # Dashed, so that what is held shows where it is as much.
-    budget: dict[str, Any] = {"drawstyle": "steps-mid", "linestyle": "--", "zorder": 3}
+    budget: dict[str, Any] = {"linestyle": "--", "zorder": 3}
     for axes, name, label, style in (
         (memory, "daf/budget_mb", "budget", budget),
         (memory, "daf/held_mb", "held, at most", {}),
@@ -107,7 +107,8 @@ def _draw(rows: list[dict[str, float]]) -> bytes:
         (loss, "loss", None, {}),
     ):
         points = [(row["step"], row.get(name, math.nan)) for row in rows]
-        axes.plot(*zip(*points, strict=True), marker=".", label=label, **style)
+        drawn = {"drawstyle": "steps-mid"} if axes is memory else {}
+        axes.plot(*zip(*points, strict=True), marker=".", label=label, **drawn, **style)
     memory.set_ylabel("MB")
     memory.set_ylim(bottom=0)
     memory.legend()

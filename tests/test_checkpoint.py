@@ -308,3 +308,30 @@ def test_a_budget_that_does_not_go_with_the_options_is_left(tmp_path, bert_model
     restore(again._session, tmp_path)
     assert compressor.arena.limit_bytes == 0.3e6
     assert "budget of the checkpoint is not taken up" in caplog.text
+
+
+@pytest.mark.parametrize("on_overflow", ["error", "spill"])
+def test_a_budget_that_was_raised_to_the_least_comes_back(tmp_path, on_overflow):
+    """What was asked for would not do in the first step of the resumed run."""
+    model, inputs = build("bert"), batch("bert")
+    first, compressor = compressed(model, 0.5, on_overflow=on_overflow)
+    for _ in range(2):
+        with first:
+            loss_of(model(**inputs)).backward()
+        first.step()
+        first.set_budget(0.001)
+    least = compressor.arena.limit_bytes
+    assert least > 1e3
+    with first:
+        loss_of(model(**inputs)).backward()
+    save(first._session, tmp_path)
+    again = build("bert")
+    again.load_state_dict(model.state_dict())
+    second, compressor = compressed(again, 0.5, on_overflow=on_overflow)
+    assert restore(second._session, tmp_path)
+    assert compressor.arena.limit_bytes == least
+    assert second._session.budget.asked_bytes == 1e3
+    with second:
+        second._session.recall(again.forward, ((), inputs))
+        loss_of(again(**inputs)).backward()
+    assert facts(second._session.last_plan) == facts(first._session.last_plan)
