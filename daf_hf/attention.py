@@ -10,14 +10,21 @@ weights of a row sum to one whatever the error, and neither has to be stored.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .expressions import Expression, Places, Reader, Source
+from .physical import Physical
+from .sites import SaveSite
+from .tensors import operation
+
+INPUTS = ("query", "key", "value")
+"""Slots of the node, in the order of the kernel's arguments."""
 
 OUTPUT, SUMS = 0, 1
 """Which result of the kernel."""
@@ -46,21 +53,16 @@ class Attended:
     mask: Source | None
     causal: bool
     scale: float | None
-    _kept: dict[int, Tensor] = field(default_factory=dict)
 
-    def result(self, which: int, read: Reader) -> Tensor:
-        """One of the results. Its backward pass reads the sums, then the output, so that one is
-        kept in between.
-        """
-        kept = self._kept.pop(which, None)
-        if kept is not None:
-            return kept
-        query, key, value = (source.laid_out(read) for source in self.inputs)
-        mask = None if self.mask is None else self.mask.laid_out(read)
-        results = self.kernel(query, key, value, 0.0, self.causal, attn_mask=mask, scale=self.scale)
-        if which == SUMS:
-            self._kept[OUTPUT] = results[OUTPUT]
-        return results[which]
+    def results(self, flats: Iterable[Tensor], mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Output and row sums, flat, of flat queries, keys and values, and the mask."""
+        query, key, value = (
+            source.lay_out(flat) for source, flat in zip(self.inputs, flats, strict=True)
+        )
+        output, sums = self.kernel(
+            query, key, value, 0.0, self.causal, attn_mask=mask, scale=self.scale
+        )
+        return output.as_strided((output.numel(),), (1,)), sums.as_strided((sums.numel(),), (1,))
 
 
 @dataclass(frozen=True)
@@ -84,15 +86,79 @@ class Attention(Expression):
 
     @property
     def operations(self) -> int:
-        keys = self.attended.inputs[1].shape[-2]
-        return 2 + keys // 64
+        return 2
 
     def evaluate(self, read: Reader, at: Places | None = None) -> Tensor:
         if at is not None:
             raise RuntimeError("an element of attention's output takes whole rows of its operands")
-        result = self.attended.result(self.which, read)
-        return result.as_strided((result.numel(),), (1,))
+        attended = self.attended
+        flats, mask = [read.whole(source.saved) for source in attended.inputs], None
+        if attended.mask is not None:
+            mask = attended.mask.lay_out(read.whole(attended.mask.saved))
+        return attended.results(flats, mask)[self.which]
 
     def agrees(self, flat: Tensor, read: Reader, at: Places | None = None) -> bool:
         """As others; but of a few places it says True: node and operands are the kernel's own."""
         return at is not None or super().agrees(flat, read)
+
+
+class Call:
+    """What the backward pass of one call of the kernel reads, all restored at the same moment.
+
+    Were they restored one by one, a budget that falls in between would leave row sums beside keys
+    of other bits.
+
+    Args:
+        attended: its sources are physicals, or tensors of the model's own.
+    """
+
+    def __init__(self, attended: Attended) -> None:
+        self._attended = attended
+        self._held: dict[int, dict[str, Tensor]] = {}
+
+    def read(self, slot: str) -> Tensor:
+        """The flat elements of a slot; the node's other slots' are kept until it reads them."""
+        node, thread = torch._C._current_autograd_node(), threading.get_ident()
+        reads_all = node is not None and operation(node.name()) in KERNELS
+        held = self._held.get(thread, {}) if reads_all else {}
+        if slot not in held:
+            held = self._restore()
+        found = held.pop(slot)
+        if reads_all and held:
+            self._held[thread] = held
+        else:
+            self._held.pop(thread, None)
+        return found
+
+    def _restore(self) -> dict[str, Tensor]:
+        attended, mask = self._attended, None
+        flats = [_flat(source) for source in attended.inputs]
+        if attended.mask is not None:
+            mask = attended.mask.lay_out(_flat(attended.mask))
+        found = dict(zip(INPUTS, flats, strict=True))
+        found["output"], found["logsumexp"] = attended.results(flats, mask)
+        return found
+
+
+def _flat(source: Source) -> Tensor:
+    return source.saved if isinstance(source.saved, Tensor) else source.saved.flat()
+
+
+class Slot(Physical):
+    """What a fused attention node has saved in one of its slots.
+
+    Args:
+        site: the save site.
+        call: restores it.
+        name: of the slot.
+        saved: what lives as long.
+    """
+
+    __slots__ = ("call", "name")
+
+    def __init__(self, site: SaveSite, call: Call, name: str, saved: Any) -> None:
+        super().__init__(site)
+        self.call, self.name, self.saved = call, name, saved
+
+    def flat(self) -> Tensor:
+        return self.call.read(self.name)

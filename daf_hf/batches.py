@@ -91,12 +91,13 @@ def _tokens_of(inputs: Inputs, start: int, size: Batch) -> list[int]:
     examples = slice(start, start + size.examples)
     labels, mask = (_of_tokens(inputs, name, whole) for name in ("labels", "attention_mask"))
     first = 0
-    for telling in (None if labels is None else labels != IGNORED, mask):
+    # A label is the next token's, and the last token may become padding.
+    inner = (2, size.tokens - 1) if size.tokens > 3 else (0, size.tokens)
+    labelled = None if labels is None else labels != IGNORED
+    for telling, part in ((labelled, inner), (mask, (0, size.tokens))):
         if telling is None:
             continue
-        sums = telling[examples].sum(0, dtype=torch.float64).cumsum(0)
-        sums = torch.cat((sums.new_zeros(1), sums))
-        counts = sums[size.tokens :] - sums[: -size.tokens]
+        counts = _within(telling[examples], size.tokens, *part)
         if counts.max() > 0:
             first = int(counts.argmax())
             break
@@ -107,6 +108,16 @@ def _tokens_of(inputs: Inputs, start: int, size: Batch) -> list[int]:
         elif not bool(mask[:, 0].all()):
             kept[0] = 0
     return kept
+
+
+def _within(telling: Tensor, tokens: int, first: int, last: int) -> Tensor:
+    """How many each window of so many tokens has, from its ``first`` to before its ``last``, of
+    those that ``telling``, ``[examples, all]``, marks.
+    """
+    sums = telling.sum(0, dtype=torch.float64).cumsum(0)
+    sums = torch.cat((sums.new_zeros(1), sums))
+    windows = len(sums) - tokens
+    return sums[last : last + windows] - sums[first : first + windows]
 
 
 def _of_tokens(inputs: Inputs, name: str, whole: Batch) -> Tensor | None:

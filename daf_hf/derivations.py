@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .attention import KERNELS, SUMS, Attended, Attention
+from .attention import INPUTS, KERNELS, SUMS, Attended, Attention
 from .expressions import (
     Expression,
     Function,
@@ -86,8 +86,13 @@ def row_sums(tensor: Tensor, expression: Expression | None) -> tuple[Any, Expres
     """
     if not isinstance(expression, Attention):
         return None
-    packed = _packed(tensor.grad_fn, "logsumexp")
+    packed = packed_for(tensor, "logsumexp")
     return None if packed is None else (packed, replace(expression, which=SUMS))
+
+
+def packed_for(tensor: Tensor, slot: str) -> Any:
+    """What the hooks packed for a slot of the node that made a tensor; None where there is none."""
+    return _packed(tensor.grad_fn, slot)
 
 
 def remember(tensor: Tensor, packed: Any) -> None:
@@ -112,6 +117,8 @@ class _Trace:
         node, index = _behind(edge, VIEWS | CASTS)
         if node is None or index or isinstance(node, torch._C._FunctionBase):
             return None
+        if operation(node.name()) in KERNELS:  # its own output alone: nothing confirms a copy
+            return _attention(self, node) if node is edge[0] else None
         if operation(node.name()) == "Add" and [*node.next_functions, (None, 0)][1][0] is None:
             x = self.output(node.next_functions[0])
             return None if x is None else Shifted(x)
@@ -269,7 +276,7 @@ def _attention(trace: _Trace, node: Any) -> Expression | None:
         mask = trace.laid_out(node, "attn_mask")
         if mask is None:
             return None
-    inputs = [trace.laid_out(node, slot) for slot in ("query", "key", "value")]
+    inputs = [trace.laid_out(node, slot) for slot in INPUTS]
     if not all(inputs) or node._saved_dropout_p:
         return None
     kernel = KERNELS[operation(node.name())]
@@ -305,5 +312,4 @@ _TRACES: dict[str, Callable[[_Trace, Any], Expression | None]] = {
     "Sigmoid": partial(_function, apply=torch.sigmoid),
     "Silu": partial(_function, apply=functional.silu),
     "Tanh": partial(_function, apply=torch.tanh),
-    **dict.fromkeys(KERNELS, _attention),
 }

@@ -6,14 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
-from .derivations import derivation, is_certain, row_sums
-from .expressions import WITNESSES, Expression, Reader, Sampler, Source
+from .attention import INPUTS, Attention, Call, Slot
+from .derivations import derivation, is_certain, packed_for
+from .expressions import WITNESSES, Reader, Sampler, Source
 from .handles import View, source_of
+from .matching import Matched
 from .packing import Packing
 from .physical import Copy, Derived, Physical
 from .placement import Placement
 from .sites import SaveSite
-from .versions import Version
 
 
 class Deriver:
@@ -36,9 +37,11 @@ class Deriver:
 
     def may_derive(self, flat: Tensor, tensor: Tensor, site: SaveSite) -> bool:
         """Whether to look: calibration has found it to follow, or its own node says so."""
-        if not (site.derived or (self._derives and not site.known and is_certain(tensor))):
+        certain = is_certain(tensor)
+        if not (site.derived or (self._derives and not site.known and certain)):
             return False
-        return self._placement.wants_pages(flat, site)
+        # Beside keys that are not exact, row sums may not be, however small they are.
+        return self._placement.wants_pages(flat, site) or (certain and site.compressible)
 
     def derive(self, flat: Tensor, tensor: Tensor, site: SaveSite) -> Physical | None:
         """Store nothing: the elements follow from what is held already."""
@@ -46,7 +49,10 @@ class Deriver:
 
         def resolve(packed: Any) -> Source | None:
             found = source_of(packed)
-            changeable = found and isinstance(found.saved, (Tensor, Copy, Packing))
+            saved = found.saved if found else None
+            while isinstance(saved, Matched):
+                saved = saved.rows
+            changeable = isinstance(saved, (Tensor, Copy, Packing))
             if changeable and packed.version:
                 versions.append(packed.version)
             return found
@@ -57,7 +63,6 @@ class Deriver:
                 flat, self._witnesses, self._sampler.of(flat.numel())
             ):
                 site.placed = "derived", None
-                self._derive_row_sums(tensor, expression, versions)
                 return Derived(site, expression, versions, tensor.dtype)
         except LookupError:  # no doubt: there was no room for the witnesses
             return None
@@ -68,17 +73,26 @@ class Deriver:
         self._placement.ledger.count("doubted")
         return None
 
-    def _derive_row_sums(
-        self, tensor: Tensor, expression: Expression, versions: list[Version]
-    ) -> None:
-        """Let go of what fused attention, whose output this is, has saved for its row sums."""
-        found = row_sums(tensor, expression)
-        if found is not None and isinstance(found[0], View):
-            view, follows = found
-            stored = view.physical
-            view.physical = Derived(stored.site, follows, versions, stored.site.dtype)
-            view.physical.saved = stored.saved
-            stored.site.placed = "derived", None
+    def bind(self, view: View, tensor: Tensor) -> None:
+        """Have fused attention's node read all that it has saved at the same moment.
+
+        Args:
+            view: of its output, which is derived.
+            tensor: that output.
+        """
+        derived = view.physical
+        if not isinstance(derived, Derived) or not isinstance(derived.expression, Attention):
+            return
+        call = Call(derived.expression.attended)
+        own = {slot: packed_for(tensor, slot) for slot in (*INPUTS, "logsumexp")}
+        for slot, packed in {**own, "output": view}.items():
+            if isinstance(packed, View):  # what is a parameter is read as it is
+                place = packed.physical
+                # The output may be read by others too, as what it is derived from.
+                alive = (place.saved, place) if slot == "output" else place.saved
+                packed.physical = Slot(place.site, call, slot, alive)
+                if slot == "logsumexp":
+                    place.site.placed = "derived", None
 
     def take_witnesses(self, flat: Tensor, physical: Physical) -> None:
         """Note a few elements exactly, for what is derived from them; they count as held."""

@@ -182,10 +182,10 @@ class Source(Expression):
     def evaluate(self, read: Reader, at: Places | None = None) -> Tensor:
         return read.whole(self.saved)
 
-    def laid_out(self, read: Reader) -> Tensor:
-        """The tensor itself."""
+    def lay_out(self, flat: Tensor) -> Tensor:
+        """The tensor itself, of its elements as they lie in memory."""
         stride = contiguous_stride(self.shape) if self.stride is None else self.stride
-        return read.whole(self.saved).as_strided(self.shape, stride)
+        return flat.as_strided(self.shape, stride)
 
     def parts(self, read: Reader, at: Places | None = None) -> Iterator[tuple[int, Tensor]]:
         yield from read.parts(self.saved)

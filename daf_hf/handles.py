@@ -12,7 +12,7 @@ from torch import Tensor
 from .expressions import Source
 from .leases import Lease
 from .physical import Physical
-from .tensors import flatten, is_contiguous, is_ordinary
+from .tensors import flatten, geometry, is_contiguous, is_ordinary
 from .versions import Version
 
 
@@ -92,13 +92,23 @@ class Note(NamedTuple):
     version: Version | None
 
 
+def source_of_tensor(tensor: Tensor) -> Source | None:
+    """A tensor that is there anyhow, as a source, unless it has gaps in memory."""
+    if not is_ordinary(tensor):
+        return None
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    extent, _, whole = geometry(shape, stride)
+    row_by_row = is_contiguous(shape, stride)
+    return Source(flatten(tensor, extent), shape, None if row_by_row else stride) if whole else None
+
+
 def source_of(packed: Any) -> Source | None:
     """What the elements of a handle or a note can be had from, if that can be."""
     if isinstance(packed, View):
         row_by_row = is_contiguous(packed.shape, packed.stride)
         return Source(packed.physical, tuple(packed.shape), None if row_by_row else packed.stride)
-    if isinstance(packed, Kept) and is_ordinary(packed.tensor) and packed.tensor.is_contiguous():
-        return Source(packed.tensor.view(-1), tuple(packed.tensor.shape))
+    if isinstance(packed, Kept):
+        return source_of_tensor(packed.tensor)
     if isinstance(packed, Note):
         physical = packed.physical()
         return Source(physical, packed.shape) if physical is not None else None

@@ -38,8 +38,10 @@ class RowStatistics(NamedTuple):
         """Give flat rows, in memory that may be changed, these statistics."""
         rows = restored.view(len(self.mean), -1)
         mean, deviation = RowStatistics.of(restored, rows.shape[1])
-        scale = torch.where(deviation > SMALLEST_SIZE, self.deviation / deviation, 1.0)
-        shift = self.mean - mean * scale
+        sizes = self.deviation + deviation  # of rows too large to be squared they are not finite
+        matched = (deviation > SMALLEST_SIZE) & sizes.isfinite()
+        scale = torch.where(matched, self.deviation / deviation, 1.0)
+        shift = torch.where(sizes.isfinite(), self.mean - mean * scale, 0.0)
         wide = rows.float()
         torch.addcmul(shift, wide, scale, out=wide)
         return wide.to(rows.dtype).view(-1)

@@ -16,9 +16,10 @@ from .batches import Inputs, batch_of, scalar_loss
 from .checkpointed import repeatable, runs_again
 from .derivations import derivation, remember, row_sums
 from .expressions import Reader, Source
+from .handles import source_of_tensor
 from .saved_tensors import Compressor
 from .sites import SaveSite
-from .tensors import contiguous_stride, geometry, is_contiguous, is_ordinary, operation
+from .tensors import contiguous_stride, geometry, is_contiguous, operation
 from .watching import Item, Pass, Saved
 
 NORMALISATIONS = ("NativeLayerNorm", "FusedRmsNorm")
@@ -93,7 +94,8 @@ class Graph(Pass):
 
     def _follows(self, item: Item, tensor: Tensor) -> bool:
         """Find what the item follows from, and confirm it by its elements."""
-        if not self.compressor.config.derive:
+        # What a step could not confirm is stored, and so measured like any other.
+        if not self.compressor.config.derive or item.site.doubted:
             return False
         found = derivation(tensor, item.flat.numel(), _source_of)
         sums = row_sums(tensor, found)
@@ -307,9 +309,7 @@ def _source_of(packed: Any) -> Source | None:
     if isinstance(packed, Saved):
         row_by_row = is_contiguous(packed.shape, packed.stride)
         return Source(packed.item, tuple(packed.shape), None if row_by_row else packed.stride)
-    if isinstance(packed, Tensor) and is_ordinary(packed) and packed.is_contiguous():
-        return Source(packed.view(-1), tuple(packed.shape))
-    return None
+    return source_of_tensor(packed) if isinstance(packed, Tensor) else None
 
 
 _READER = Reader(lambda source: source.clone() if isinstance(source, Tensor) else source.own())

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .attention import Slot
 from .checkpointed import LEAST_BITS
 from .config import DAFConfig
-from .derivations import remember
+from .derivations import is_certain, remember
 from .deriving import Deriver
 from .handles import Handle, Kept, Note, Recast, View
 from .hook_stack import pop_hooks, push_hooks, top_hooks
@@ -219,7 +220,7 @@ class Compressor:
         kernels = self.ledger.kernel_seconds
         tensor = handle.restore()
         ledger = self.ledger
-        if isinstance(handle, View) and isinstance(handle.physical, Derived):
+        if isinstance(handle, View) and isinstance(handle.physical, (Derived, Slot)):
             ledger.kernel_seconds = kernels + perf_counter() - began  # arithmetic, all of it
         ledger.hook_seconds += perf_counter() - began - (ledger.kernel_seconds - kernels)
         return tensor
@@ -296,6 +297,8 @@ class Compressor:
         if not whole:
             stride = contiguous_stride(shape)
         view = View(tensor, shape, stride, physical, lease)
+        if is_certain(tensor):
+            self._deriver.bind(view, tensor)
         if physical.site.feeds:
             remember(tensor, Note(weakref.ref(physical), tuple(shape), view.version))
         return view

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as attention
 
 from daf_hf import DAFConfig
-from daf_hf.physical import Derived
+from daf_hf.attention import Slot
 from daf_hf.saved_tensors import Compressor
 
 MODEL = nn.Linear(4, 4)
@@ -67,8 +67,8 @@ def test_gradients_are_those_of_attention_to_what_is_restored(call, bits, scale)
         out = attend(leaves, call)
     node = out.grad_fn
     assert node.name() == "ScaledDotProductFlashAttentionForCpuBackward0"
-    assert isinstance(node._raw_saved_output.data.physical, Derived)
-    assert isinstance(node._raw_saved_logsumexp.data.physical, Derived)
+    assert isinstance(node._raw_saved_output.data.physical, Slot)
+    assert isinstance(node._raw_saved_logsumexp.data.physical, Slot)
     restored = [
         saved.clone().requires_grad_()
         for saved in (node._saved_query, node._saved_key, node._saved_value)
@@ -140,3 +140,65 @@ def test_a_change_in_place_raises():
     k.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+def test_a_few_queries_of_many_keys():
+    """However small output and sums are: they go with the keys that are restored."""
+    q, k, v = inputs(10.0)
+    leaves = [q.detach()[:, :1].requires_grad_(), k, v]
+    with compressor(1).scope():
+        out = attend(leaves, "plain")
+    assert out.numel() * 4 < 4096
+    gradients = torch.autograd.grad(out.sum(), leaves)
+    assert all(bool(g.isfinite().all()) and float(g.abs().max()) < 1e3 for g in gradients)
+
+
+@pytest.mark.parametrize("read", range(1, 9))
+def test_a_budget_that_falls_while_the_node_reads(read):
+    """All that it reads is of one moment: no sums of other keys than it multiplies with."""
+    leaves = inputs(10.0)
+    daf = Compressor(MODEL, DAFConfig(budget_mb=10.0, bits=(1, 2, 3, 4, 5, 6, 7, 8)))
+    with daf.scope():
+        out = attend(leaves, "causal")
+    decode, count = daf.placement.decode, 0
+
+    def falling(*args):
+        nonlocal count
+        count += 1
+        if count == read:
+            daf.set_limit(daf.arena.held_bytes * 0.4)
+        return decode(*args)
+
+    for place in [reference() for reference in daf._physicals.values()]:
+        if hasattr(place, "decode"):
+            place.decode = falling
+    gradients = torch.autograd.grad(out.sum(), leaves)
+    assert count == 3
+    assert all(bool(g.isfinite().all()) and float(g.abs().max()) < 1e3 for g in gradients)
+
+
+def test_looking_at_a_node_keeps_nothing():
+    leaves = inputs()
+    with compressor(8).scope():
+        out = attend(leaves, "plain")
+    call = out.grad_fn._raw_saved_logsumexp.data.physical.call
+    assert out.grad_fn._saved_logsumexp.shape == (EXAMPLES, HEADS, TOKENS)
+    assert not call._held
+    out.sum().backward()
+    assert not call._held
+
+
+@pytest.mark.parametrize("what", ["cast", "multiple"])
+def test_what_others_make_of_the_output_is_stored(what):
+    """Nothing would confirm in a step that it still is what it was made of."""
+    leaves, weight = inputs(), torch.randn(SIZE, 8, requires_grad=True)
+    with (daf := compressor(8)).scope():
+        out = attend(leaves, "plain")
+        made = out.bfloat16() if what == "cast" else out * 2.0
+        made.data.mul_(3)
+        (made.float() if what == "cast" else made).pow(2).matmul(weight).sum().backward()
+    exact = attend([leaf.detach() for leaf in leaves], "plain")
+    made = 3 * (exact.bfloat16().float() if what == "cast" else exact * 2.0)
+    expected = made.pow(2).sum((0, 1, 2))[:, None].expand(-1, 8)
+    assert float((weight.grad - expected).norm() / expected.norm()) < 0.05
+    assert not daf.ledger.counts.get("doubted")
