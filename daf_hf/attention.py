@@ -23,7 +23,7 @@ from .physical import Physical
 from .sites import SaveSite
 from .tensors import operation
 
-INPUTS = ("query", "key", "value")
+INPUTS: tuple[str, ...] = ("query", "key", "value")
 """Slots of the node, in the order of the kernel's arguments."""
 
 OUTPUT, SUMS = 0, 1

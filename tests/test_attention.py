@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import nothing_held
+from tiny import compressed, gradients, nothing_held, relative_error
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as attention
 
@@ -202,3 +202,38 @@ def test_what_others_make_of_the_output_is_stored(what):
     expected = made.pow(2).sum((0, 1, 2))[:, None].expand(-1, 8)
     assert float((weight.grad - expected).norm() / expected.norm()) < 0.05
     assert not daf.ledger.counts.get("doubted")
+
+
+class Attending(nn.Module):
+    """Attention whose scores are large, of some queries to all tokens."""
+
+    def __init__(self, queries):
+        super().__init__()
+        self.queries, width = queries, 32
+        self.embed = nn.Embedding(50, width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        with torch.no_grad():
+            self.q.weight.mul_(6.0)
+            self.k.weight.mul_(6.0)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        q, k, v = (
+            f(x).unflatten(-1, (2, 16)).transpose(1, 2) * 1 for f in (self.q, self.k, self.v)
+        )
+        out = attention(q[:, :, : self.queries] * 1, k, v)
+        return {"loss": self.o(out.transpose(1, 2).flatten(2)).tanh().mean(1).square().sum()}
+
+
+@pytest.mark.parametrize(("queries", "tokens", "budget_mb"), [(1, 512, 0.2), (1100, 1100, 0.35)])
+def test_errors_are_as_predicted_whatever_the_sizes(queries, tokens, budget_mb):
+    """A pilot has fewer tokens: what holds for its few must hold for all."""
+    torch.manual_seed(0)
+    model = Attending(queries)
+    inputs = {"input_ids": torch.randint(0, 50, (2, tokens))}
+    exact = gradients(model, inputs)
+    daf, compressor = compressed(model, budget_mb, bits=(0, 1, 2, 3, 4))
+    for _ in range(2):
+        error = relative_error(gradients(model, inputs, daf), exact)
+        assert error < 2 * daf.report.predicted_gradient_error
+    assert not compressor.ledger.counts.get("doubted")

@@ -556,3 +556,19 @@ def test_nothing_is_derived_where_that_is_off():
         codecs[derive] = {site.codec for site in report.sites}
     assert "derived" in codecs[True] and "derived" not in codecs[False]
     assert held[True] < 0.9 * held[False]
+
+
+def test_what_was_doubted_is_measured_like_any_other():
+    """Evaluated from others in calibration, it would have no error of its own, and get no bits."""
+    model, inputs = build("llama", dropout=0.0), batch("llama", 8, 32)
+    exact = gradients(model, inputs)
+    daf, compressor = compressed(model, 0.8)
+    gradients(model, inputs, daf)
+    derived = [s for s in compressor.tracker.sites.values() if s.derived and s.nbytes >= 1 << 15]
+    assert derived
+    for site in derived:
+        site.derived, site.doubted = False, True
+        compressor.unplanned.add(site)
+    error = relative_error(gradients(model, inputs, daf), exact)
+    assert all(site.importance for site in derived)
+    assert error < 1.5 * daf.report.predicted_gradient_error

@@ -24,7 +24,8 @@ def probed(name, look, **options):
 def test_elements_are_rows_of_what_was_saved():
     for site, tensors in probed("bert", lambda s, p: p.elements(s)).items():
         assert all(t.dim() == 2 and t.numel() for t in tensors), site.name
-        assert {t.shape[1] for t in tensors} <= {*site.shape, 1}
+        heads = site.shape[1] * site.shape[-1] if len(site.shape) == 4 else 1  # of a token
+        assert {t.shape[1] for t in tensors} <= {*site.shape, heads, 1}
 
 
 def test_random_rounding_changes_gradients_by_its_seed_and_leaves_no_trace():
