@@ -37,8 +37,10 @@ class Deriver:
 
     def may_derive(self, flat: Tensor, tensor: Tensor, site: SaveSite) -> bool:
         """Whether to look: calibration has found it to follow, or its own node says so."""
+        if not site.derived and (site.known or not self._derives):
+            return False
         certain = is_certain(tensor)
-        if not (site.derived or (self._derives and not site.known and certain)):
+        if not (site.derived or certain):
             return False
         # Beside keys that are not exact, row sums may not be, however small they are.
         return self._placement.wants_pages(flat, site) or (certain and site.compressible)

@@ -297,7 +297,7 @@ class Compressor:
         if not whole:
             stride = contiguous_stride(shape)
         view = View(tensor, shape, stride, physical, lease)
-        if is_certain(tensor):
+        if isinstance(physical, Derived) and is_certain(tensor):
             self._deriver.bind(view, tensor)
         if physical.site.feeds:
             remember(tensor, Note(weakref.ref(physical), tuple(shape), view.version))

@@ -120,7 +120,7 @@ def test_another_thread_changes_it_all_the_time(name, packing, freed_pages_are_n
 
     def change():
         try:
-            while not over.is_set():
+            while not over.wait(0.0005):  # without a pause the others hardly get their turn
                 daf.set_budget(draw.choice((0.05, 0.1, 0.3, 1.0, math.inf)))
                 with compressor.lock:
                     compressor.arena.check()
