@@ -62,10 +62,12 @@ def condensed(tensor: Tensor) -> Tensor | None:
         0; None where nothing is.
     """
     copied = _copy_of_expanded(tensor.grad_fn) if tensor.numel() >= SMALLEST_ELEMENTS else None
-    extent, _, whole = geometry(tensor.shape, tensor.stride())
-    if copied is None or not whole or extent != math.prod(copied[0]):
+    if copied is None:
         return None
     shape, expanded = copied
+    extent, _, whole = geometry(tensor.shape, tensor.stride())
+    if not whole or extent != math.prod(shape):
+        return None
     full = tensor.detach().as_strided(shape, contiguous_stride(shape))
     dims = [
         d for d, (after, before) in enumerate(zip(shape, expanded, strict=True)) if after > before
