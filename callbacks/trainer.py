@@ -7,6 +7,7 @@ import inspect
 import logging
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -37,6 +38,8 @@ GUARDED = ("_run_epoch", "training_step")
 
 NOTABLE_SHARE = 0.05
 """Of what the model, or the budget, holds: what a loss outside of it may hold without a word."""
+
+_BEGINNING = threading.Lock()  # no change of the budget falls between two sessions
 
 Found = TypeVar("Found")
 
@@ -94,8 +97,9 @@ class DAFCallback(TrainerCallback):
         Raises:
             ValueError: when it is neither a positive number nor ``"auto"`` nor ``"recommended"``.
         """
-        self.config = self.config.with_budget(budget_mb)
-        session = self._session
+        with _BEGINNING:
+            self.config = self.config.with_budget(budget_mb)
+            session = self._session
         if session is not None:
             session.set_budget(self.config.budget_mb)
 
@@ -123,12 +127,14 @@ class DAFCallback(TrainerCallback):
             )
         self._optimizer = kwargs.get("optimizer")
         self._shown = False
-        self._session = Session(kwargs["model"], self.config)
-        checkpoint = _resumed_from()
-        if checkpoint is not None and restore_state(self._session, checkpoint):
-            logger.info("daf_hf: what was measured is taken from %s", checkpoint)
-        self.config = self._session.config
-        self._session.install()
+        with _BEGINNING:
+            session = Session(kwargs["model"], self.config)
+            checkpoint = _resumed_from()
+            if checkpoint is not None and restore_state(session, checkpoint):
+                logger.info("daf_hf: what was measured is taken from %s", checkpoint)
+            self.config = session.config
+            self._session = session
+        session.install()
         trainer = _caller(Trainer)
         if trainer is not None:
             self._guard(trainer)

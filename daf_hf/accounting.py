@@ -132,6 +132,11 @@ class Ledger:
         self._forget(cdata, holding)
         return freed
 
+    def sole_bytes(self, cdata: int) -> int:
+        """What :meth:`release_exactly` would free: nothing while others hold the storage too."""
+        holding = self._holdings[cdata]
+        return holding.nbytes if holding.exact == 1 else 0
+
     def observe(
         self,
         held: int,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -119,6 +120,55 @@ class Copy(Physical):
 
     def own(self) -> Tensor:
         return self.elements.to(self.device, copy=True)
+
+
+class Yielding(Copy):
+    """Elements held exactly until room is needed for others; from then on in another place.
+
+    Args:
+        site: the save site.
+        elements: of a dtype that may be encoded.
+        cols: columns of the elements.
+        lease: of the memory that holds them.
+        cdata: the storage where it is held itself; None for a copy.
+
+    Attributes:
+        place: where the elements went; None while they are held exactly.
+    """
+
+    __slots__ = ("cdata", "cols", "place")
+
+    def __init__(
+        self, site: SaveSite, elements: Tensor, cols: int, lease: Lease, cdata: int | None
+    ) -> None:
+        super().__init__(site, elements, lease)
+        self.cols = cols
+        self.cdata = cdata
+        self.place: Physical | None = None
+
+    def move_to(self, place: Physical) -> None:
+        """Let the exact elements go."""
+        self.place = place  # first: another thread may be reading
+        del self.elements
+        self.lease = None
+
+    def flat(self) -> Tensor:
+        if self.place is None:
+            with suppress(AttributeError):  # moved since
+                return super().flat()
+        assert self.place is not None
+        return self.place.flat()
+
+    def own(self) -> Tensor:
+        if self.place is None:
+            with suppress(AttributeError):
+                return super().own()
+        assert self.place is not None
+        return self.place.own()
+
+    def parts(self) -> Iterator[tuple[int, Tensor]]:
+        place = self.place
+        yield from super().parts() if place is None else place.parts()
 
 
 class Narrow(Physical):

@@ -21,12 +21,13 @@ from .checkpointed import EXACT_BITS
 from .codecs import BINARY, Codec
 from .config import DAFConfig
 from .dropout import Draws
+from .giving_way import GivingWay, Way
 from .kernels import get_backend
 from .kernels.format import MAX_BITS
 from .kernels.noise import STATE_BYTES, Stream, streams
 from .leases import DeferredEnds, Lease
 from .packing import Job, Packer, Packing, choose_packer
-from .physical import Copy, Drawn, Narrow, Pages, Physical, Refused, Spilled
+from .physical import Copy, Drawn, Narrow, Pages, Physical, Refused, Spilled, Yielding
 from .refusal import BudgetError, Refusal
 from .rows import spread
 from .sites import SaveSite
@@ -67,6 +68,7 @@ class Placement:
         calibrated: there are importances to plan by.
         frugal: the budget was too small even to calibrate.
         unplanned: sites seen since the last calibration that no plan knows.
+        giving_way: what is held exactly, and need not be.
     """
 
     def __init__(self, config: DAFConfig, device: torch.device) -> None:
@@ -93,6 +95,7 @@ class Placement:
         self._spill = SpillFile(config.spill_mb * 1e6)
         if config.on_overflow == "spill":
             self.arena.spill = self._spill_planes
+        self.giving_way = GivingWay(self._way)
         self._end_outside = self.ends.later(self.arena.release_outside)
         self._end_pages = self.ends.later(self.arena.remove)
         self._end_exact = self.ends.later(self._unhold)
@@ -126,6 +129,10 @@ class Placement:
             return False
         if site.option is not None:
             return site.option.codec is not None
+        return self._may_lose_bits(flat, site)
+
+    def _may_lose_bits(self, flat: Tensor, site: SaveSite) -> bool:
+        """Whether there is a codec for them, whatever the plan says."""
         if site.known and site.probed is not None:
             return bool(site.candidates)  # without any, no codec could represent them
         # Masks hold the least number there is, beside which all others would be alike.
@@ -155,11 +162,14 @@ class Placement:
             # Beside a plan these are few, and many bits for them cost little.
             most = MAX_BITS if self.calibrated else UNPLANNED_BITS
             bits = max((b for b in allowed if b <= most), default=allowed[0])
-            rectified = bool(flat.numel()) and float(flat.min()) == 0
-            codec, costs = self.candidates.unplanned(self.frugal, rectified), UNPLANNED_COSTS
+            codec, costs = self._unplanned(flat), UNPLANNED_COSTS
         else:
             codec, bits, costs = option.codec, option.bits, option.costs
         return Stored(codec.layout(flat.numel(), cols, bits), bits, allowed, costs), codec
+
+    def _unplanned(self, flat: Tensor) -> Codec:
+        rectified = bool(flat.numel()) and float(flat.min()) == 0
+        return self.candidates.unplanned(self.frugal, rectified)
 
     def _encode(
         self, flat: Tensor, site: SaveSite, stored: Stored, codec: Codec
@@ -174,6 +184,10 @@ class Placement:
             packing = self._hand_over(self.packer, flat, site, stored, codec)
             if packing is not None:
                 return packing
+        return self._write(flat, site, stored, codec)
+
+    def _write(self, flat: Tensor, site: SaveSite, stored: Stored, codec: Codec) -> Pages | None:
+        """Fill the pages of ``stored``; None, and they are free, where they cannot represent it."""
         began = perf_counter()
         done = self._pages.encode(flat, stored.layout, stored.bits, stored.table, self.arena.space)
         self.ledger.kernel_seconds += perf_counter() - began
@@ -218,12 +232,12 @@ class Placement:
         return packer.submit(Job(copy, pages, pack, waits))
 
     def _make_room(self, stored: Stored) -> bool:
-        """Insert ``stored``, demoting whatever costs least per page: the live ones or itself."""
+        """Insert ``stored``, demoting whatever costs least per page: what is live, or itself."""
         arena = self.arena
         while not arena.insert(stored):
             if self.settle():
                 continue
-            own, live = stored.demotion_score(), arena.cheapest_demotion()
+            own, live = stored.demotion_score(), self._cheapest()
             if own <= live and (arena.spill is None or math.isinf(live)):
                 lower = stored.lower()
                 if lower is not None:
@@ -231,8 +245,66 @@ class Placement:
                 elif not self._drop_witnesses():
                     return False
             else:
-                arena.demote_cheapest()
+                self._demote_cheapest()
         return True
+
+    def _cheapest(self) -> float:
+        """Cost per page of making room at the expense of what is live (inf: there is no way)."""
+        return min(self.arena.cheapest_demotion(), self.giving_way.cheapest())
+
+    def _demote_cheapest(self) -> None:
+        """Make room where it costs least: drop planes, or encode what is held exactly."""
+        if self.arena.cheapest_demotion() <= self.giving_way.cheapest():
+            return self.arena.demote_cheapest()
+        found = self.giving_way.pop()
+        if found is not None:
+            self._give_way(*found)
+
+    def _way(self, held: Yielding) -> Way | None:
+        """How elements that are held exactly would be encoded; None where they would not be."""
+        flat, site = held.elements, held.site
+        if not self._may_lose_bits(flat, site) or not is_representable(flat, False):
+            return None
+        freed = flat.nbytes if held.cdata is None else self.ledger.sole_bytes(held.cdata)
+        widths = site.widths(self._config.bits)
+        known = {codec: d for codec, d in site.distortions.items() if not codec.private}
+        if site.importance is not None and known:
+            codec = min(known, key=lambda each: known[each][widths[-1]])
+            costs = tuple(site.importance * d for d in known[codec])
+        else:
+            codec, costs = self._unplanned(flat), UNPLANNED_COSTS
+        for bits in reversed(widths):  # few bits alone make room at the expense of a small tensor
+            layout = codec.layout(flat.numel(), held.cols, bits)
+            way = Way(Stored(layout, bits, widths, costs), codec, freed)
+            if not math.isinf(way.score):
+                return way
+        return None
+
+    def _give_way(self, held: Yielding, way: Way) -> None:
+        """Encode elements that were held exactly, into the room that they leave."""
+        arena, stored, codec = self.arena, way.stored, way.codec
+        if arena.spill is not None and self._spill.fits(held.elements.nbytes):
+            self.ledger.count("spilled")
+            held.move_to(Spilled(held.site, held.elements, self._spill))
+        else:
+            arena.outside_bytes -= way.freed  # until they are encoded they are in both places
+            try:
+                if not arena.insert(stored):
+                    return
+                place = self._write(held.elements, held.site, stored, codec)
+            finally:
+                arena.outside_bytes += way.freed
+            if place is None:
+                return
+            held.move_to(place)
+        self.ends.settle()
+
+    def set_limit(self, limit_bytes: float) -> bool:
+        """Change the budget; False when what is live stays above it for now."""
+        self.settle()
+        while self.arena.held_bytes > limit_bytes and not math.isinf(self._cheapest()):
+            self._demote_cheapest()
+        return self.arena.set_limit(limit_bytes)
 
     def _hold(self, flat: Tensor, cols: int, site: SaveSite, cdata: int, whole: bool) -> Physical:
         """Hold exactly: the storage itself where that costs no more than a copy."""
@@ -243,14 +315,19 @@ class Placement:
         needed = ledger.hold_exactly(cdata) if shared else flat.nbytes
         site.placed = "exact", None
         self.refusal.inputs_exact |= site.compressible and site.least_bits == EXACT_BITS
+        lossy = flat.dtype in COMPRESSIBLE and site.widths(self._config.bits)
+        lossy = lossy and self.wants_pages(flat, site)
         if not self.refusal and self._reserve(needed):
-            if shared:
-                return Copy(site, flat, Lease(self._end_exact, cdata))
-            return Copy(site, flat.clone() if whole else flat, Lease(self._end_outside, needed))
+            held = flat if shared or not whole else flat.clone()
+            lease = Lease(self._end_exact, cdata) if shared else Lease(self._end_outside, needed)
+            if not lossy:
+                return Copy(site, held, lease)
+            copy = Yielding(site, held, cols, lease, cdata if shared else None)
+            self.giving_way.add(copy)
+            return copy
         if shared:
             ledger.release_exactly(cdata)
-        lossy = flat.dtype in COMPRESSIBLE and site.widths(self._config.bits)
-        if lossy and self.wants_pages(flat, site):
+        if lossy:
             physical = self._encode(flat, site, *self._planned(flat, cols, site))
             if physical is not None:
                 return physical
@@ -273,8 +350,8 @@ class Placement:
         while not self.arena.reserve_outside(nbytes):
             if self.settle():
                 continue
-            if not math.isinf(self.arena.cheapest_demotion()):
-                self.arena.demote_cheapest()
+            if not math.isinf(self._cheapest()):
+                self._demote_cheapest()
             elif not self._drop_witnesses():
                 return False
         return True

@@ -151,6 +151,7 @@ class Compressor:
         with self.lock:
             self.placement.settle()
             self.placement.refusal = Refusal()
+            self.placement.giving_way.clear()
             self.workspace.clear()
             if not self._physicals:
                 self._deriver.renew()
@@ -182,8 +183,7 @@ class Compressor:
     def set_limit(self, limit_bytes: float) -> bool:
         """Change the budget; False when what is live stays above it for now."""
         with self.lock:
-            self.placement.settle()
-            return self.arena.set_limit(limit_bytes)
+            return self.placement.set_limit(limit_bytes)
 
     def release_idle(self) -> None:
         """Give back all memory that holds nothing."""

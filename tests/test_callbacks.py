@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import threading
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from transformers import (
 
 import daf_hf.callbacks.trainer as trainer_module
 from daf_hf import BudgetError, DAFCallback, DAFConfig, attach
+from daf_hf.session import Session
 
 MB = 1e6
 
@@ -223,6 +225,27 @@ def test_budget_changes_during_training(tmp_path):
     trainer_of(tmp_path, [callback, Changing()]).train()
     assert [budget for _, budget in held] == [0.5, 0.2, 0.5, 0.2]
     assert all(0.5 * budget < mb <= budget for mb, budget in held)
+
+
+def test_a_budget_set_while_training_begins(tmp_path, monkeypatch):
+    callback = DAFCallback(budget_mb=0.5)
+    changes = []
+
+    class Slow(Session):
+        """Another thread asks for a budget meanwhile."""
+
+        def __init__(self, *args):
+            super().__init__(*args)
+            changes.append(threading.Thread(target=callback.set_budget, args=(0.3,)))
+            changes[0].start()
+            changes[0].join(0.2)
+
+    monkeypatch.setattr(trainer_module, "Session", Slow)
+    trainer = trainer_of(tmp_path, [callback], max_steps=2)
+    trainer.train()
+    changes[0].join()
+    assert callback.config.budget_mb == 0.3
+    assert callback.report.budget_bytes == pytest.approx(0.3e6)
 
 
 @pytest.mark.parametrize("bad", [{"budget": 3}, {"budget_mb": -1}, {"importance": "unheard"}])

@@ -30,7 +30,6 @@ from daf_hf.kernels import reference
 from daf_hf.kernels.format import PAGE_BYTES, PageSpace
 from daf_hf.loops import compress_activations
 from daf_hf.matching import Matched
-from daf_hf.packing import Packing
 from daf_hf.repeats import Repeated
 from daf_hf.rows import LiveRows
 
@@ -325,7 +324,7 @@ class Watch:
     def _places(self):
         """Where elements are: those on their way into pages are in two places."""
         for physical in self._physicals:
-            yield physical.place if isinstance(physical, Packing) else physical
+            yield getattr(physical, "place", None) or physical
         packer = self.compressor.placement.packer
         for job in list(packer._queue) if packer else ():
             yield from (job.pages, job.copy)
