@@ -120,6 +120,20 @@ class Arena:
         self.stored_bits += stored.layout.numel * stored.bits
         return True
 
+    def exchange(self, stored: Stored, nbytes: int) -> bool:
+        """Insert ``stored`` in exchange for outside bytes that are about to be released.
+
+        Until they are, more than the budget may be held.
+        """
+        limit = self.limit_bytes
+        self.limit_bytes = max(limit, self.taken_bytes)
+        self.outside_bytes -= nbytes
+        try:
+            return self.insert(stored)
+        finally:
+            self.outside_bytes += nbytes
+            self.limit_bytes = limit
+
     def remove(self, stored: Stored) -> None:
         """Free the pages of ``stored``."""
         self._unranked.pop(stored, None)

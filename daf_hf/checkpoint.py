@@ -89,6 +89,7 @@ def restore(session: Session, folder: str | os.PathLike[str]) -> bool:
     """
     path = Path(folder) / FILE
     if not path.is_file():
+        logger.warning("daf_hf: %s is missing: all is measured anew", path)
         return False
     try:
         with torch.serialization.safe_globals(list(_CLASSES)):

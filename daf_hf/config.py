@@ -342,7 +342,8 @@ def check_budget(value: Any) -> float | str:
         number = float(value)
     except (ValueError, OverflowError):
         raise ValueError(message) from None
-    if not number > 0:
+    overflown = math.isinf(number) and isinstance(value, str) and any(map(str.isdigit, value))
+    if not number > 0 or overflown:
         raise ValueError(message)
     return number
 

@@ -30,6 +30,10 @@ class RowStatistics(NamedTuple):
     mean: Tensor
     deviation: Tensor
 
+    @property
+    def nbytes(self) -> int:
+        return self.mean.nbytes + self.deviation.nbytes
+
     @staticmethod
     def of(flat: Tensor, cols: int) -> RowStatistics:
         """Those of the rows of ``cols`` elements of a flat tensor."""

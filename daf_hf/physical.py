@@ -147,9 +147,10 @@ class Yielding(Copy):
         self.place: Physical | None = None
 
     def move_to(self, place: Physical) -> None:
-        """Let the exact elements go."""
+        """Let the exact elements go, if they have not gone before."""
         self.place = place  # first: another thread may be reading
-        del self.elements
+        with suppress(AttributeError):
+            del self.elements
         self.lease = None
 
     def flat(self) -> Tensor:

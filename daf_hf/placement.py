@@ -26,6 +26,7 @@ from .kernels import get_backend
 from .kernels.format import MAX_BITS
 from .kernels.noise import STATE_BYTES, Stream, streams
 from .leases import DeferredEnds, Lease
+from .matching import Matched, RowStatistics
 from .packing import Job, Packer, Packing, choose_packer
 from .physical import Copy, Drawn, Narrow, Pages, Physical, Refused, Spilled, Yielding
 from .refusal import BudgetError, Refusal
@@ -61,6 +62,8 @@ class Placement:
             encoded at once.
         candidates: the codecs that the options allow.
         waiting_bytes: of elements that wait to be encoded; they count as held outside the arena.
+        forgone_bytes: that what was stored has done without, of what it was to get, for want of
+            room; planes that were dropped later are the arena's to count.
         lock: held while the arena changes, and by the caller of what does not take it itself.
         ends: what waits for the lock.
         refuses: an overflow is refused (:class:`BudgetError`) rather than spilled.
@@ -80,7 +83,7 @@ class Placement:
         self._pages = packer.pages if packer else self.backend
         limit = config.budget_bytes
         self.arena = packer.arena(limit) if packer else Arena(limit, device)
-        self.waiting_bytes = 0
+        self.waiting_bytes = self.forgone_bytes = 0
         self.workspace = Workspace()
         self.ledger = Ledger()
         self.draws = Draws(streams(self.backend))
@@ -95,7 +98,7 @@ class Placement:
         self._spill = SpillFile(config.spill_mb * 1e6)
         if config.on_overflow == "spill":
             self.arena.spill = self._spill_planes
-        self.giving_way = GivingWay(self._way)
+        self.giving_way = GivingWay(self)
         self._end_outside = self.ends.later(self.arena.release_outside)
         self._end_pages = self.ends.later(self.arena.remove)
         self._end_exact = self.ends.later(self._unhold)
@@ -103,7 +106,26 @@ class Placement:
         self._count_later = self.ends.later(self.ledger.count)
 
     def place(self, flat: Tensor, cols: int, site: SaveSite, cdata: int, whole: bool) -> Physical:
-        """Store ``flat``: as the generator's state, in one plane, as planned, or exactly."""
+        """Store ``flat``: as the generator's state, in one plane, as planned, or exactly.
+
+        A normalisation's rows are encoded with their statistics.
+        """
+        physical = self._place(flat, cols, site, cdata, whole)
+        if not site.matched or not isinstance(physical, (Pages, Packing)):
+            return physical
+        return self._with_statistics(physical, self._statistics(flat, cols))
+
+    def _statistics(self, flat: Tensor, cols: int) -> RowStatistics:
+        began = perf_counter()
+        found = RowStatistics.of(flat, cols)
+        self.ledger.kernel_seconds += perf_counter() - began
+        return found
+
+    def _with_statistics(self, rows: Physical, statistics: RowStatistics) -> Physical:
+        lease = self.reserve(statistics.nbytes)
+        return rows if lease is None else Matched(rows.site, rows, statistics, lease)
+
+    def _place(self, flat: Tensor, cols: int, site: SaveSite, cdata: int, whole: bool) -> Physical:
         if self.wants_pages(flat, site):
             if not site.known:
                 self.unplanned.add(site)
@@ -125,13 +147,13 @@ class Placement:
 
     def _may_quantize(self, flat: Tensor, site: SaveSite) -> bool:
         """Whether elements may lose bits."""
-        if flat.dtype is torch.bool or not site.widths(self._config.bits):
+        if flat.dtype is torch.bool or not self.widths(site):
             return False
         if site.option is not None:
             return site.option.codec is not None
-        return self._may_lose_bits(flat, site)
+        return self.may_lose_bits(flat, site)
 
-    def _may_lose_bits(self, flat: Tensor, site: SaveSite) -> bool:
+    def may_lose_bits(self, flat: Tensor, site: SaveSite) -> bool:
         """Whether there is a codec for them, whatever the plan says."""
         if site.known and site.probed is not None:
             return bool(site.candidates)  # without any, no codec could represent them
@@ -148,6 +170,10 @@ class Placement:
         site.placed = "drawn", None
         return Drawn(site, Lease(self._end_outside, STATE_BYTES), noise, self.draw)
 
+    def widths(self, site: SaveSite) -> tuple[int, ...]:
+        """Bit widths that a site's tensors may be encoded at, ascending."""
+        return site.widths(self._config.bits)
+
     def wants_pages(self, flat: Tensor, site: SaveSite) -> bool:
         """Whether a tensor may be encoded at all."""
         return (
@@ -157,17 +183,18 @@ class Placement:
         )
 
     def _planned(self, flat: Tensor, cols: int, site: SaveSite) -> tuple[Stored, Codec]:
-        option, allowed = site.option, site.widths(self._config.bits)
+        option, allowed = site.option, self.widths(site)
         if option is None or option.codec is None or option.bits is None:
             # Beside a plan these are few, and many bits for them cost little.
             most = MAX_BITS if self.calibrated else UNPLANNED_BITS
             bits = max((b for b in allowed if b <= most), default=allowed[0])
-            codec, costs = self._unplanned(flat), UNPLANNED_COSTS
+            codec, costs = self.unplanned_codec(flat), UNPLANNED_COSTS
         else:
             codec, bits, costs = option.codec, option.bits, option.costs
         return Stored(codec.layout(flat.numel(), cols, bits), bits, allowed, costs), codec
 
-    def _unplanned(self, flat: Tensor) -> Codec:
+    def unplanned_codec(self, flat: Tensor) -> Codec:
+        """A codec that serves whoever reads the elements."""
         rectified = bool(flat.numel()) and float(flat.min()) == 0
         return self.candidates.unplanned(self.frugal, rectified)
 
@@ -188,11 +215,16 @@ class Placement:
 
     def _write(self, flat: Tensor, site: SaveSite, stored: Stored, codec: Codec) -> Pages | None:
         """Fill the pages of ``stored``; None, and they are free, where they cannot represent it."""
-        began = perf_counter()
-        done = self._pages.encode(flat, stored.layout, stored.bits, stored.table, self.arena.space)
-        self.ledger.kernel_seconds += perf_counter() - began
+        began, done = perf_counter(), False
+        try:
+            done = self._pages.encode(
+                flat, stored.layout, stored.bits, stored.table, self.arena.space
+            )
+        finally:
+            self.ledger.kernel_seconds += perf_counter() - began
+            if not done:
+                self.arena.remove(stored)
         if not done:
-            self.arena.remove(stored)
             if not codec.lossless:
                 self.ledger.count("not_finite")
             return None
@@ -241,12 +273,18 @@ class Placement:
             if own <= live and (arena.spill is None or math.isinf(live)):
                 lower = stored.lower()
                 if lower is not None:
+                    self.forgone_bytes += (
+                        (stored.bits - lower) * stored.layout.plane_pages * PAGE_COST
+                    )
                     stored.bits = lower
                 elif not self._drop_witnesses():
                     return False
             else:
                 self._demote_cheapest()
         return True
+
+    def _has_room(self, nbytes: int) -> bool:
+        return self.arena.fits(0, nbytes) or (self.settle() and self.arena.fits(0, nbytes))
 
     def _cheapest(self) -> float:
         """Cost per page of making room at the expense of what is live (inf: there is no way)."""
@@ -260,44 +298,34 @@ class Placement:
         if found is not None:
             self._give_way(*found)
 
-    def _way(self, held: Yielding) -> Way | None:
-        """How elements that are held exactly would be encoded; None where they would not be."""
-        flat, site = held.elements, held.site
-        if not self._may_lose_bits(flat, site) or not is_representable(flat, False):
-            return None
-        freed = flat.nbytes if held.cdata is None else self.ledger.sole_bytes(held.cdata)
-        widths = site.widths(self._config.bits)
-        known = {codec: d for codec, d in site.distortions.items() if not codec.private}
-        if site.importance is not None and known:
-            codec = min(known, key=lambda each: known[each][widths[-1]])
-            costs = tuple(site.importance * d for d in known[codec])
-        else:
-            codec, costs = self._unplanned(flat), UNPLANNED_COSTS
-        for bits in reversed(widths):  # few bits alone make room at the expense of a small tensor
-            layout = codec.layout(flat.numel(), held.cols, bits)
-            way = Way(Stored(layout, bits, widths, costs), codec, freed)
-            if not math.isinf(way.score):
-                return way
-        return None
-
     def _give_way(self, held: Yielding, way: Way) -> None:
         """Encode elements that were held exactly, into the room that they leave."""
-        arena, stored, codec = self.arena, way.stored, way.codec
-        if arena.spill is not None and self._spill.fits(held.elements.nbytes):
-            self.ledger.count("spilled")
-            held.move_to(Spilled(held.site, held.elements, self._spill))
-        else:
-            arena.outside_bytes -= way.freed  # until they are encoded they are in both places
-            try:
-                if not arena.insert(stored):
-                    return
-                place = self._write(held.elements, held.site, stored, codec)
-            finally:
-                arena.outside_bytes += way.freed
-            if place is None:
-                return
-            held.move_to(place)
+        try:
+            if self.arena.spill is not None and self._spill.fits(held.elements.nbytes):
+                place: Physical | None = Spilled(held.site, held.elements, self._spill)
+                self.ledger.count("spilled")
+            else:
+                place = self._encode_in_exchange(held, way)
+        except BaseException:  # no disk, or no memory: there may be some another time
+            self.giving_way.add(held)
+            raise
+        if place is None:
+            return
+        rows = held.site.matched and isinstance(place, Pages)
+        statistics = self._statistics(held.elements, held.cols) if rows else None
+        held.move_to(place)
         self.ends.settle()
+        if statistics is not None:
+            held.move_to(self._with_statistics(place, statistics))
+
+    def _encode_in_exchange(self, held: Yielding, way: Way) -> Physical | None:
+        site, flat = held.site, held.elements
+        if not self.arena.exchange(way.stored, way.freed):
+            return None
+        place = self._write(flat, site, way.stored, way.codec)
+        if place is not None:
+            self.forgone_bytes += way.saved_bytes
+        return place
 
     def set_limit(self, limit_bytes: float) -> bool:
         """Change the budget; False when what is live stays above it for now."""
@@ -315,9 +343,11 @@ class Placement:
         needed = ledger.hold_exactly(cdata) if shared else flat.nbytes
         site.placed = "exact", None
         self.refusal.inputs_exact |= site.compressible and site.least_bits == EXACT_BITS
-        lossy = flat.dtype in COMPRESSIBLE and site.widths(self._config.bits)
-        lossy = lossy and self.wants_pages(flat, site)
-        if not self.refusal and self._reserve(needed):
+        lossy = flat.dtype in COMPRESSIBLE and self.widths(site) and self.wants_pages(flat, site)
+        way = None
+        if lossy and (self.refusal or not self._has_room(needed)):
+            way = self.giving_way.way(flat, cols, site, needed)
+        if not self.refusal and self._reserve(needed, way.score if way else math.inf):
             held = flat if shared or not whole else flat.clone()
             lease = Lease(self._end_exact, cdata) if shared else Lease(self._end_outside, needed)
             if not lossy:
@@ -327,11 +357,12 @@ class Placement:
             return copy
         if shared:
             ledger.release_exactly(cdata)
-        if lossy:
-            physical = self._encode(flat, site, *self._planned(flat, cols, site))
-            if physical is not None:
-                return physical
-        return self._overflow(flat, site, needed)
+        if way is None:
+            return self._overflow(flat, site, needed)
+        self.forgone_bytes += way.saved_bytes
+        physical = self._encode(flat, site, way.stored, way.codec)
+        assert physical is not None  # it was seen to be representable
+        return physical
 
     def _narrow(self, flat: Tensor, site: SaveSite, cdata: int) -> Physical | None:
         """Hold integers in a narrower dtype; None where there is none."""
@@ -345,14 +376,14 @@ class Placement:
             return self._overflow(flat, site, needed)
         return Narrow(site, flat.to(dtype), Lease(self._end_outside, needed), flat.dtype)
 
-    def _reserve(self, nbytes: int) -> bool:
-        """Count exact bytes, demoting live activations as far as it takes."""
+    def _reserve(self, nbytes: int, score: float = math.inf) -> bool:
+        """Count exact bytes, demoting what is live as long as that costs less a page."""
         while not self.arena.reserve_outside(nbytes):
             if self.settle():
                 continue
-            if not math.isinf(self._cheapest()):
+            if (cheapest := self._cheapest()) < score:
                 self._demote_cheapest()
-            elif not self._drop_witnesses():
+            elif not math.isinf(cheapest) or not self._drop_witnesses():
                 return False
         return True
 

@@ -106,7 +106,8 @@ class Planner:
         compressor: whose sites are planned for.
 
     Attributes:
-        least_bytes: under which no budget does for the last plan's batch.
+        least_bytes: under which no budget does for the last plan's batch; 0 while nothing is
+            measured.
         token_seconds: plain training's time of a step, each token's share; None before it is known.
     """
 
@@ -168,7 +169,8 @@ class Planner:
             plan = self.under(self._choices_with(missed, batch), limit)
             self._tell_of_time(plan)
             _keep(self._plans, case, plan, _PLANS_KEPT)
-        self.least_bytes = plan.least_bytes * self._overlap + round(self._base)
+        known = self.compressor.placement.calibrated
+        self.least_bytes = plan.least_bytes * self._overlap + round(self._base) if known else 0
         return plan
 
     def apply(self, plan: Plan) -> None:
@@ -299,8 +301,7 @@ class Planner:
         numel, cols = site.probed.predict(batch, site.live)
         cols = cols if cols and numel % cols == 0 else 1
         pages = codec.layout(numel, cols, bits).pages(bits)
-        costs = [site.importance * d for d in site.distortions[codec]]
-        costs[0] = max(costs[0], site.error_at_zero or 0.0)
+        costs = site.costs(codec)
         nbytes = pages * PAGE_COST
         if site.matched:
             nbytes += statistics_bytes(numel, cols)
@@ -308,7 +309,7 @@ class Planner:
         seconds = 0.0
         if math.isfinite(self.compressor.config.time_budget):
             seconds = self._times.seconds(codec, bits, numel, site.dtype) * site.probed.uses
-        return Option(nbytes, costs[bits], codec, bits, tuple(costs), site.importance, seconds)
+        return Option(nbytes, costs[bits], codec, bits, costs, site.importance, seconds)
 
     def _exact(self, site: SaveSite, batch: Batch) -> Option:
         assert site.probed is not None and site.importance is not None

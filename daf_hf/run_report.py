@@ -110,11 +110,12 @@ def _draw(rows: list[dict[str, float]]) -> bytes:
         drawn = {"drawstyle": "steps-mid"} if axes is memory else {}
         axes.plot(*zip(*points, strict=True), marker=".", label=label, **drawn, **style)
     memory.set_ylabel("MB")
-    memory.set_ylim(bottom=0)
+    memory.set_ylim(0, 1.05 * memory.get_ylim()[1])  # a line along the edge would be half a line
     memory.legend()
     bits.set_ylabel("mean bits")
     loss.set_ylabel("loss")
     loss.set_xlabel("step")
+    loss.xaxis.get_major_locator().set_params(integer=True)
     out = BytesIO()
     figure.savefig(out, format="png")
     return out.getvalue()

@@ -27,9 +27,8 @@ from .deriving import Deriver
 from .handles import Handle, Kept, Note, Recast, View
 from .hook_stack import pop_hooks, push_hooks, top_hooks
 from .leases import Lease
-from .matching import Matched, RowStatistics, statistics_bytes
-from .packing import Packing
-from .physical import Derived, Pages, Physical
+from .matching import Matched
+from .physical import Derived, Physical
 from .placement import Placement
 from .refusal import Refusal
 from .repeats import Repeated, condensed
@@ -220,7 +219,7 @@ class Compressor:
         kernels = self.ledger.kernel_seconds
         tensor = handle.restore()
         ledger = self.ledger
-        if isinstance(handle, View) and isinstance(handle.physical, (Derived, Slot)):
+        if isinstance(handle, View) and isinstance(handle.physical, (Derived, Matched, Slot)):
             ledger.kernel_seconds = kernels + perf_counter() - began  # arithmetic, all of it
         ledger.hook_seconds += perf_counter() - began - (ledger.kernel_seconds - kernels)
         return tensor
@@ -282,7 +281,7 @@ class Compressor:
                 physical = self._store_rows(flat, source, tensor, site, cdata)
             if physical is None:
                 cols = columns(shape, dims, extent)
-                physical = self._place(flat, cols, site, cdata, whole)
+                physical = self.placement.place(flat, cols, site, cdata, whole)
             physical.saved = lease
             if site.watched is not Live.ALL:
                 self._watch(tensor, site)
@@ -322,7 +321,7 @@ class Compressor:
         once = self._store_rows(flat, found, tensor, site, cdata)
         if once is None:
             cols = columns(shape, dims, extent)
-            once = self._place(flat, cols, site, cdata, False)
+            once = self.placement.place(flat, cols, site, cdata, False)
         return Repeated(site, once, shape, stride)
 
     def _store_rows(
@@ -342,20 +341,9 @@ class Compressor:
             return None
         kept = take(flat, picked)
         cols = columns(shape, geometry(shape, stride)[1], kept.numel())
-        physical = self._place(kept, cols, site, cdata, False)
+        physical = self.placement.place(kept, cols, site, cdata, False)
         pick = Pick(rows, site.live, shape, stride, probed.roles)
         return LiveRows(site, physical, pick, self.placement.spread)
-
-    def _place(self, flat: Tensor, cols: int, site: SaveSite, cdata: int, whole: bool) -> Physical:
-        """Store elements; a normalisation's rows with their statistics."""
-        placement = self.placement
-        physical = placement.place(flat, cols, site, cdata, whole)
-        if not site.matched or not isinstance(physical, (Pages, Packing)):
-            return physical
-        lease = placement.reserve(statistics_bytes(flat.numel(), cols))
-        if lease is None:
-            return physical
-        return Matched(site, physical, RowStatistics.of(flat, cols), lease)
 
     def _watch(self, tensor: Tensor, site: SaveSite) -> None:
         """Have the gradient looked at in the rows that other sites do not store."""

@@ -51,7 +51,8 @@ class _Pass:
     Attributes:
         scope: what is to be left at its end.
         key, plan: the inputs' signature, and the plan for them; None without a budget.
-        held, demoted, limits: the arena's bytes, demoted pages and changes of its limit before it.
+        held, lost, limits: bytes held, bytes that tensors have lost or done without for want of
+            room, and changes of the limit, all before it.
         tells: whether its failure is to be told to the other ranks, or theirs to be heard of.
     """
 
@@ -59,7 +60,7 @@ class _Pass:
     key: Any = None
     plan: Plan | None = None
     held: int = 0
-    demoted: int = 0
+    lost: int = 0
     limits: int = 0
     tells: bool = False
 
@@ -186,7 +187,7 @@ class Session:
             self._judge(current)
             self.planner.apply(current.plan)
             arena = compressor.arena
-            current.held, current.demoted = arena.held_bytes, arena.demoted_pages
+            current.held, current.lost = arena.held_bytes, self._lost_bytes()
             compressor.ledger.pass_peak = 0
             # Beside an earlier pass that is still held, an overflow says nothing of the budget:
             # the planner shares it out among them from now on.
@@ -270,8 +271,12 @@ class Session:
             return None  # what a change of the budget did to it will not come again
         if last.held or self.compressor.held_bytes():
             return None
-        demoted = arena.demoted_pages - last.demoted
-        return self.compressor.ledger.pass_peak + demoted * PAGE_COST
+        return self.compressor.ledger.pass_peak + self._lost_bytes() - last.lost
+
+    def _lost_bytes(self) -> int:
+        """What tensors have lost, or done without, for want of room, so far."""
+        compressor = self.compressor
+        return compressor.arena.demoted_pages * PAGE_COST + compressor.placement.forgone_bytes
 
     def learn(self) -> None:
         """Learn from the last pass now: the next one may be another session's."""

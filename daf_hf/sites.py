@@ -137,6 +137,12 @@ class SaveSite:
         """All consumers in one word."""
         return " ".join(sorted(self.consumers)) or "unknown"
 
+    def costs(self, codec: Codec) -> tuple[float, ...]:
+        """Predicted squared relative gradient error at 0..8 bits of a codec that was measured."""
+        assert self.importance is not None
+        found = [self.importance * distortion for distortion in self.distortions[codec]]
+        return max(found[0], self.error_at_zero or 0.0), *found[1:]
+
     def widths(self, allowed: tuple[int, ...]) -> tuple[int, ...]:
         """Bit widths that it may be encoded at: those that options allow, or its own."""
         return {0: allowed, EXACT_BITS: ()}.get(self.least_bits, (self.least_bits,))

@@ -223,6 +223,23 @@ def test_too_small_a_budget_is_told_once(bert_model, bert_batch, caplog):
     assert len([r for r in warnings_in(caplog) if "below the least" in r.message]) == 1
 
 
+@pytest.mark.parametrize("on_overflow", ["error", "spill"])
+def test_with_nothing_measured_no_budget_is_raised(bert_model, bert_batch, on_overflow, caplog):
+    options = {"calibrate_at": (), "on_overflow": on_overflow}
+    daf, compressor = compressed(bert_model, 2, **options)
+    optimizer = optimizer_of(bert_model)
+    for _ in range(3):
+        step(bert_model, daf, optimizer, bert_batch)
+    watch, held = Watch(compressor), compressor.ledger.peak.held
+    for limit in (0.8 * held, 0.5 * held):
+        daf.set_budget(limit / MB)
+        assert compressor.arena.limit_bytes == pytest.approx(limit)
+        watch.peak = 0
+        assert step(bert_model, daf, optimizer, bert_batch)
+        assert 0.5 * limit < watch.peak <= limit
+    assert not any("below the least" in r.message for r in warnings_in(caplog))
+
+
 def test_what_is_held_exactly_stays_until_it_is_freed(bert_model, bert_batch, caplog):
     daf, compressor = compressed(bert_model, math.inf)
     with daf:

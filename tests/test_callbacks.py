@@ -276,7 +276,7 @@ def test_train_twice(tmp_path):
 
 
 @pytest.mark.parametrize("first_with", [False, True])
-def test_resume(tmp_path, first_with):
+def test_resume(tmp_path, first_with, caplog):
     """From a checkpoint made with the callback or without it; the state list does not grow."""
     options = {"save_strategy": "steps", "save_steps": 2}
     first = [DAFCallback(budget_mb=0.3)] if first_with else []
@@ -292,6 +292,8 @@ def test_resume(tmp_path, first_with):
         assert [c for c in kept if isinstance(c, DAFCallback)] == [callback]
         states = trainer.state.stateful_callbacks
         assert not any(isinstance(s, list) and len(s) > 1 for s in states.values())
+    told = [r for r in caplog.records if "daf_state.pt is missing" in r.message]
+    assert len(told) == (0 if first_with else 2)
 
 
 def test_resume_without_the_callback(tmp_path):

@@ -118,6 +118,12 @@ def test_importance_refusal_names_the_metrics():
         DAFConfig(importance="unheard")
 
 
+@pytest.mark.parametrize("text", ["1e400", "9" * 400, "-inf", "nan", "no"])
+def test_texts_that_are_no_budget(text):
+    with pytest.raises(ValueError, match="use a positive number of MB"):
+        DAFConfig(budget_mb=text)
+
+
 def test_every_option_has_a_help_text():
     for option in dataclasses.fields(DAFConfig):
         assert option.metadata["help"].endswith(".")

@@ -76,7 +76,7 @@ def test_what_the_plan_at_the_least_would_hold(name):
     loss = forward(model, daf, inputs)
     least = daf._session.planner.least_bytes
     daf.set_budget(least / MB)
-    assert compressor.arena.held_bytes <= least
+    assert compressor.arena.held_bytes <= 1.05 * least  # codecs are not those of that plan
     loss.backward()
     assert all(grad.isfinite().all() for grad in gradients(model).values())
 
@@ -118,12 +118,12 @@ class Square(torch.autograd.Function):
         return 2 * x * grads[0]
 
 
-def saving(daf, x):
-    """Save ``x``; the result, and where what is restored comes to lie."""
+def saving(daf, x, met):
+    """Save ``x``; what is restored comes to ``met``."""
     with daf.scope():
         y = Square.apply(x)
-    y.grad_fn.met = met = []
-    return y.sum(), met
+    y.grad_fn.met = met
+    return y.sum()
 
 
 def exact(budget_bytes, **options):
@@ -135,17 +135,16 @@ def exact(budget_bytes, **options):
 
 def test_others_need_the_room():
     daf = exact(600e3)
-    x = torch.randn(65536, requires_grad=True)
-    first, met = saving(daf, x.detach().clone().requires_grad_())
-    second, _ = saving(daf, x)
-    assert daf.arena.held_bytes == 2 * x.nbytes
-    third, _ = saving(daf, torch.randn(65536, requires_grad=True))
-    assert 2 * x.nbytes < daf.arena.held_bytes <= 600e3
-    first.backward()
-    assert not torch.equal(met[0], x)
-    assert torch.allclose(met[0], x, atol=0.5)
-    second.backward()
-    third.backward()
+    saved = [torch.randn(65536, requires_grad=True) for _ in range(3)]
+    met: list[torch.Tensor] = []
+    first, second = (saving(daf, x, met) for x in saved[:2])
+    assert daf.arena.held_bytes == 2 * saved[0].nbytes
+    third = saving(daf, saved[2], met)
+    assert 2 * saved[0].nbytes < daf.arena.held_bytes <= 600e3
+    for y in (first, second, third):
+        y.backward()
+    assert sum(torch.equal(one, x) for one, x in zip(met, saved, strict=True)) == 2
+    assert all(torch.allclose(one, x, atol=0.5) for one, x in zip(met, saved, strict=True))
     assert nothing_held(daf)
 
 
@@ -159,6 +158,69 @@ def test_what_two_dtypes_hold_frees_nothing_alone():
     assert not daf.set_limit(held / 2)
     assert daf.arena.held_bytes == held
     assert torch.equal(daf._unpack(handles[0]), x)
+
+
+def test_what_others_have_held_too():
+    daf = exact(1e6)
+    x = torch.randn(65536)
+    with daf.scope():
+        kept, ended = daf._pack(x), daf._pack(x.view(torch.bfloat16))
+    assert not daf.set_limit(x.nbytes / 2)
+    del ended
+    assert daf.set_limit(x.nbytes / 2)
+    assert torch.allclose(daf._unpack(kept), x, atol=0.5)
+
+
+@pytest.mark.parametrize("options", [{}, {"on_overflow": "spill"}])
+def test_what_fails_to_give_way_does_so_another_time(options, monkeypatch):
+    daf = exact(1e6, **options)
+    x = torch.randn(65536)
+    with daf.scope():
+        handle = daf._pack(x)
+
+    def fails(*args):
+        raise MemoryError("none left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(daf.placement._pages, "encode", fails)
+        patched.setattr(daf.placement._spill, "write", fails)
+        with pytest.raises(MemoryError, match="none left"):
+            daf.set_limit(1e5)
+    assert daf.arena.held_bytes == x.nbytes
+    daf.arena.check()
+    assert "spilled" not in daf.ledger.counts
+    assert daf.set_limit(1e5)
+    assert torch.allclose(daf._unpack(handle), x, atol=0.5)
+    del handle
+    assert nothing_held(daf)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_fall_in_the_middle_costs_no_more_than_one_at_the_end(name, layer):
+    """What was to be exact and finds no room is lowered itself, not all else to its least."""
+    model, inputs = build(name), batch(name)
+    daf, compressor = compressed(model, LOOSE)
+    plain = step(model, daf, inputs)
+    step(model, daf, inputs)
+    low = compressor.ledger.peak.held * 0.2 / MB
+    at_the_end = distance(step(model, daf, inputs, fall=low), plain)
+    daf.set_budget(LOOSE)
+    middle = [m for m in model.modules() if type(m).__name__.endswith("Attention")][layer]
+    with middle.register_forward_hook(lambda *_: daf.set_budget(low)):
+        in_the_middle = distance(step(model, daf, inputs), plain)
+    assert 0 < in_the_middle < 3 * at_the_end
+
+
+def test_a_plan_learns_from_what_gave_way():
+    daf = exact(600e3)
+    saved = [torch.randn(65536, requires_grad=True) for _ in range(3)]
+    with daf.scope():
+        handles = [daf._pack(x) for x in saved]
+    wanted = daf.arena.held_bytes + daf.placement.forgone_bytes
+    wanted += daf.arena.demoted_pages * PAGE_COST
+    assert wanted == 3 * saved[0].nbytes
+    del handles
 
 
 def test_what_cannot_be_encoded_stays():
@@ -211,9 +273,23 @@ def held_at(name):
     return Yielding(SaveSite(name, "m"), torch.zeros(8), 1, Lease(lambda _: None, None), None)
 
 
+class Order(GivingWay):
+    """Ways by the names of sites."""
+
+    def __init__(self, ways):
+        super().__init__(MODEL)
+        self.ways, self.shared = ways, set()
+
+    def way(self, flat, cols, site, freed):
+        return self.ways.get(site.name)
+
+    def _freed(self, held):
+        return 0 if held.site.name in self.shared else 1
+
+
 def test_the_least_cost_a_page_goes_first():
     ways = {"dear": way_of(0.5), "cheap": way_of(0.1), "small": way_of(0.1, 20 * PAGE_COST)}
-    order = GivingWay(lambda held: ways.get(held.site.name))
+    order = Order(ways)
     kept = [held_at(name) for name in ("small", "dear", "cheap", "none")]
     for held in kept:
         order.add(held)
@@ -225,7 +301,7 @@ def test_the_least_cost_a_page_goes_first():
 
 
 def test_what_has_ended_gives_nothing():
-    order = GivingWay(lambda held: way_of(0.1))
+    order = Order(dict.fromkeys("abc", way_of(0.1)))
     first, second, third = held_at("a"), held_at("b"), held_at("c")
     order.add(first)
     order.add(second)
@@ -233,10 +309,26 @@ def test_what_has_ended_gives_nothing():
     order.add(third)
     del first, third
     order.clear()
-    assert len(order._order) == 1 and not order._new
+    assert len(order._order) == 1 and not order._unranked
     found = order.pop()
     assert found is not None and found[0] is second
     assert order.pop() is None and order.cheapest() == math.inf
+
+
+def test_what_others_hold_too_gives_way_once_they_have_ended():
+    order = Order({"a": way_of(0.1), "b": way_of(0.2)})
+    first, second = held_at("a"), held_at("b")
+    order.add(first)
+    order.add(second)
+    order.shared = {"a"}
+    assert order.cheapest() == way_of(0.2).score
+    order.shared = {"b"}  # it was ranked already
+    found = order.pop()
+    assert found is not None and found[0] is first
+    assert order.pop() is None
+    order.shared = set()
+    found = order.pop()
+    assert found is not None and found[0] is second
 
 
 def test_what_makes_no_room_has_no_price():

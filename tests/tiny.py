@@ -324,7 +324,10 @@ class Watch:
     def _places(self):
         """Where elements are: those on their way into pages are in two places."""
         for physical in self._physicals:
-            yield getattr(physical, "place", None) or physical
+            place = getattr(physical, "place", None) or physical
+            yield place
+            if isinstance(place, Matched) and place is not physical:
+                yield place.rows
         packer = self.compressor.placement.packer
         for job in list(packer._queue) if packer else ():
             yield from (job.pages, job.copy)
@@ -337,7 +340,7 @@ class Watch:
         tensors += [p.noise.state for p in self._places() if hasattr(p, "noise")]
         rows = [p.pick.rows for p in self._physicals if isinstance(p, LiveRows)]
         tensors += [mask for each in rows for mask in each.masks.values()]
-        for each in self._physicals:
+        for each in self._places():
             tensors += each.statistics if isinstance(each, Matched) else ()
         tensors += [p.witnesses for p in self._physicals if p.witnesses is not None]
         copies = (tensor.untyped_storage() for tensor in tensors)
