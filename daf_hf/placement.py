@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import weakref
 from time import perf_counter
 
 import torch
@@ -30,6 +29,7 @@ from .matching import Matched, RowStatistics
 from .packing import Job, Packer, Packing, choose_packer
 from .physical import Copy, Drawn, Narrow, Pages, Physical, Refused, Spilled, Yielding
 from .refusal import BudgetError, Refusal
+from .room import Room
 from .rows import spread
 from .sites import SaveSite
 from .spill import Parcel, SpillFile
@@ -62,8 +62,6 @@ class Placement:
             encoded at once.
         candidates: the codecs that the options allow.
         waiting_bytes: of elements that wait to be encoded; they count as held outside the arena.
-        forgone_bytes: that what was stored has done without, of what it was to get, for want of
-            room; planes that were dropped later are the arena's to count.
         lock: held while the arena changes, and by the caller of what does not take it itself.
         ends: what waits for the lock.
         refuses: an overflow is refused (:class:`BudgetError`) rather than spilled.
@@ -72,6 +70,7 @@ class Placement:
         frugal: the budget was too small even to calibrate.
         unplanned: sites seen since the last calibration that no plan knows.
         giving_way: what is held exactly, and need not be.
+        room: finds room under the budget.
     """
 
     def __init__(self, config: DAFConfig, device: torch.device) -> None:
@@ -83,7 +82,7 @@ class Placement:
         self._pages = packer.pages if packer else self.backend
         limit = config.budget_bytes
         self.arena = packer.arena(limit) if packer else Arena(limit, device)
-        self.waiting_bytes = self.forgone_bytes = 0
+        self.waiting_bytes = 0
         self.workspace = Workspace()
         self.ledger = Ledger()
         self.draws = Draws(streams(self.backend))
@@ -94,11 +93,11 @@ class Placement:
         self.unplanned: set[SaveSite] = set()
         self.lock = threading.Lock()
         self.ends = DeferredEnds(self.lock)
-        self._witnessed: weakref.WeakSet[Physical] = weakref.WeakSet()
         self._spill = SpillFile(config.spill_mb * 1e6)
         if config.on_overflow == "spill":
             self.arena.spill = self._spill_planes
         self.giving_way = GivingWay(self)
+        self.room = Room(self.arena, self.giving_way, self.settle, self._give_way)
         self._end_outside = self.ends.later(self.arena.release_outside)
         self._end_pages = self.ends.later(self.arena.remove)
         self._end_exact = self.ends.later(self._unhold)
@@ -165,7 +164,7 @@ class Placement:
         began = perf_counter()
         noise = self.draws.recognise(flat, keep)
         self.ledger.kernel_seconds += perf_counter() - began
-        if noise is None or self.refusal or not self._reserve(STATE_BYTES):
+        if noise is None or self.refusal or not self.room.reserve(STATE_BYTES):
             return None
         site.placed = "drawn", None
         return Drawn(site, Lease(self._end_outside, STATE_BYTES), noise, self.draw)
@@ -202,7 +201,7 @@ class Placement:
         self, flat: Tensor, site: SaveSite, stored: Stored, codec: Codec
     ) -> Physical | None:
         """Encode into pages; None when the codec cannot represent the elements."""
-        if self.refusal or not self._make_room(stored):
+        if self.refusal or not self.room.insert(stored):
             if self.refuses and not is_representable(flat, codec.lossless):
                 return None  # what is counted must be what would be held
             fewest = stored.layout.pages(stored.widths[0])
@@ -263,41 +262,6 @@ class Placement:
         copy = Copy(site, elements, counted, flat.device)
         return packer.submit(Job(copy, pages, pack, waits))
 
-    def _make_room(self, stored: Stored) -> bool:
-        """Insert ``stored``, demoting whatever costs least per page: what is live, or itself."""
-        arena = self.arena
-        while not arena.insert(stored):
-            if self.settle():
-                continue
-            own, live = stored.demotion_score(), self._cheapest()
-            if own <= live and (arena.spill is None or math.isinf(live)):
-                lower = stored.lower()
-                if lower is not None:
-                    self.forgone_bytes += (
-                        (stored.bits - lower) * stored.layout.plane_pages * PAGE_COST
-                    )
-                    stored.bits = lower
-                elif not self._drop_witnesses():
-                    return False
-            else:
-                self._demote_cheapest()
-        return True
-
-    def _has_room(self, nbytes: int) -> bool:
-        return self.arena.fits(0, nbytes) or (self.settle() and self.arena.fits(0, nbytes))
-
-    def _cheapest(self) -> float:
-        """Cost per page of making room at the expense of what is live (inf: there is no way)."""
-        return min(self.arena.cheapest_demotion(), self.giving_way.cheapest())
-
-    def _demote_cheapest(self) -> None:
-        """Make room where it costs least: drop planes, or encode what is held exactly."""
-        if self.arena.cheapest_demotion() <= self.giving_way.cheapest():
-            return self.arena.demote_cheapest()
-        found = self.giving_way.pop()
-        if found is not None:
-            self._give_way(*found)
-
     def _give_way(self, held: Yielding, way: Way) -> None:
         """Encode elements that were held exactly, into the room that they leave."""
         try:
@@ -324,15 +288,8 @@ class Placement:
             return None
         place = self._write(flat, site, way.stored, way.codec)
         if place is not None:
-            self.forgone_bytes += way.saved_bytes
+            self.room.forgone_bytes += way.saved_bytes
         return place
-
-    def set_limit(self, limit_bytes: float) -> bool:
-        """Change the budget; False when what is live stays above it for now."""
-        self.settle()
-        while self.arena.held_bytes > limit_bytes and not math.isinf(self._cheapest()):
-            self._demote_cheapest()
-        return self.arena.set_limit(limit_bytes)
 
     def _hold(self, flat: Tensor, cols: int, site: SaveSite, cdata: int, whole: bool) -> Physical:
         """Hold exactly: the storage itself where that costs no more than a copy."""
@@ -345,9 +302,9 @@ class Placement:
         self.refusal.inputs_exact |= site.compressible and site.least_bits == EXACT_BITS
         lossy = flat.dtype in COMPRESSIBLE and self.widths(site) and self.wants_pages(flat, site)
         way = None
-        if lossy and (self.refusal or not self._has_room(needed)):
+        if lossy and (self.refusal or not self.room.fits(needed)):
             way = self.giving_way.way(flat, cols, site, needed)
-        if not self.refusal and self._reserve(needed, way.score if way else math.inf):
+        if not self.refusal and self.room.reserve(needed, way.score if way else math.inf):
             held = flat if shared or not whole else flat.clone()
             lease = Lease(self._end_exact, cdata) if shared else Lease(self._end_outside, needed)
             if not lossy:
@@ -359,7 +316,7 @@ class Placement:
             ledger.release_exactly(cdata)
         if way is None:
             return self._overflow(flat, site, needed)
-        self.forgone_bytes += way.saved_bytes
+        self.room.forgone_bytes += way.saved_bytes
         physical = self._encode(flat, site, way.stored, way.codec)
         assert physical is not None  # it was seen to be representable
         return physical
@@ -372,20 +329,9 @@ class Placement:
             return None
         needed = flat.numel() * dtype.itemsize
         site.placed = "narrow", None
-        if self.refusal or not self._reserve(needed):
+        if self.refusal or not self.room.reserve(needed):
             return self._overflow(flat, site, needed)
         return Narrow(site, flat.to(dtype), Lease(self._end_outside, needed), flat.dtype)
-
-    def _reserve(self, nbytes: int, score: float = math.inf) -> bool:
-        """Count exact bytes, demoting what is live as long as that costs less a page."""
-        while not self.arena.reserve_outside(nbytes):
-            if self.settle():
-                continue
-            if (cheapest := self._cheapest()) < score:
-                self._demote_cheapest()
-            elif not math.isinf(cheapest) or not self._drop_witnesses():
-                return False
-        return True
 
     def _overflow(self, flat: Tensor, site: SaveSite, needed: int) -> Physical:
         """What to do with elements that have no room even at the fewest bits."""
@@ -475,23 +421,14 @@ class Placement:
         physical.witness_lease = self.reserve(nbytes)
         if physical.witness_lease is None:
             return False
-        self._witnessed.add(physical)
+        self.room.note_witnesses(physical)
         return True
 
     def reserve(self, nbytes: int) -> Lease | None:
         """Count bytes that are held beside the elements; None without room."""
-        if self.refusal or not self._reserve(nbytes):
+        if self.refusal or not self.room.reserve(nbytes):
             return None
         return Lease(self._end_outside, nbytes)
-
-    def _drop_witnesses(self) -> bool:
-        """Make room at the expense of all witnesses; False where there are none."""
-        dropped = bool(self._witnessed)
-        for physical in list(self._witnessed):
-            physical.witnesses = physical.witness_lease = None
-        self._witnessed.clear()
-        self.ends.settle()
-        return dropped
 
     def hold_storage(self, cdata: int) -> Lease:
         """Count a storage that is kept as it is, once however many tensors keep it."""

@@ -182,7 +182,7 @@ class Compressor:
     def set_limit(self, limit_bytes: float) -> bool:
         """Change the budget; False when what is live stays above it for now."""
         with self.lock:
-            return self.placement.set_limit(limit_bytes)
+            return self.placement.room.set_limit(limit_bytes)
 
     def release_idle(self) -> None:
         """Give back all memory that holds nothing."""

@@ -19,7 +19,6 @@ from torch import nn
 
 from .accounting import MemoryReport, ResidentPeak
 from .agreement import Terms
-from .arena import PAGE_COST
 from .batches import Inputs, batch_of, signature
 from .budget import Budget
 from .budgets import BudgetSweep, probe_room
@@ -187,7 +186,7 @@ class Session:
             self._judge(current)
             self.planner.apply(current.plan)
             arena = compressor.arena
-            current.held, current.lost = arena.held_bytes, self._lost_bytes()
+            current.held, current.lost = arena.held_bytes, compressor.placement.room.lost_bytes
             compressor.ledger.pass_peak = 0
             # Beside an earlier pass that is still held, an overflow says nothing of the budget:
             # the planner shares it out among them from now on.
@@ -271,12 +270,8 @@ class Session:
             return None  # what a change of the budget did to it will not come again
         if last.held or self.compressor.held_bytes():
             return None
-        return self.compressor.ledger.pass_peak + self._lost_bytes() - last.lost
-
-    def _lost_bytes(self) -> int:
-        """What tensors have lost, or done without, for want of room, so far."""
-        compressor = self.compressor
-        return compressor.arena.demoted_pages * PAGE_COST + compressor.placement.forgone_bytes
+        lost = self.compressor.placement.room.lost_bytes - last.lost
+        return self.compressor.ledger.pass_peak + lost
 
     def learn(self) -> None:
         """Learn from the last pass now: the next one may be another session's."""
