@@ -1,14 +1,17 @@
-"""What do DAF and gradient checkpointing save, each alone and both together, and what does it take?
+r"""What do DAF and gradient checkpointing save, alone and together, and what does it take?
 
     python benchmarks/checkpointing.py --budget_mb 300
     python benchmarks/checkpointing.py --layers 6 --width 384 --tokens 64 --budget_mb 15
+    python benchmarks/checkpointing.py --family gpt2 --layers 24 --width 1024 --heads 16 \
+        --examples 8 --budget_mb 150 --modes plain daf checkpointing
 
-RoBERTa from its configuration with random weights (base size unless told otherwise) and LoRA, on
-random tokens; each mode in a process of its own. ``daf`` is under the budget; with checkpointing
-there is a budget too, of ``--checkpoint_budget_mb``, once with the regions' inputs kept exactly and
-once with ``checkpoint_inputs=8``. ``held`` is what is held for backward at the worst moment, but
-for what a region holds while it runs again; that is in the peak of resident memory above the model.
-Time is processor time of this process, so that other programs do not count (OMP_NUM_THREADS=1).
+RoBERTa or GPT-2 from its configuration with random weights (base size unless told otherwise) and
+LoRA, on random tokens; each mode in a process of its own. ``daf`` is under the budget; with
+checkpointing there is a budget too, of ``--checkpoint_budget_mb``, once with the regions' inputs
+kept exactly and once with ``checkpoint_inputs=8``. ``held`` is what is held for backward at the
+worst moment, but for what a region holds while it runs again; that is in the peak of resident
+memory above the model. Time is processor time of this process, so that other programs do not count
+(OMP_NUM_THREADS=1).
 """
 
 from __future__ import annotations
@@ -27,7 +30,12 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import RobertaConfig, RobertaForSequenceClassification
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
 
 from daf_hf import compress_activations
 from daf_hf.accounting import ResidentPeak
@@ -41,9 +49,8 @@ WARM_UP = 2
 Row = dict[str, Any]
 
 
-def build(options: argparse.Namespace, checkpointing: bool) -> nn.Module:
-    """The model, in training mode."""
-    torch.manual_seed(0)
+def roberta(options: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
+    """A classifier, and what LoRA is to do with it."""
     config = RobertaConfig(
         hidden_size=options.width,
         num_hidden_layers=options.layers,
@@ -51,13 +58,33 @@ def build(options: argparse.Namespace, checkpointing: bool) -> nn.Module:
         intermediate_size=4 * options.width,
         max_position_embeddings=514,
     )
-    lora = LoraConfig(
-        r=8, lora_alpha=16, lora_dropout=0.1, target_modules=["query", "value"],
-        modules_to_save=["classifier"],
-    )  # fmt: skip
+    lora = {"target_modules": ["query", "value"], "modules_to_save": ["classifier"]}
+    return RobertaForSequenceClassification(config), lora
+
+
+def gpt2(options: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
+    """A language model, and what LoRA is to do with it."""
+    config = GPT2Config(
+        n_embd=options.width,
+        n_layer=options.layers,
+        n_head=options.heads,
+        n_positions=max(options.tokens, 1024),
+        use_cache=False,
+    )
+    return GPT2LMHeadModel(config), {"target_modules": ["c_attn"], "fan_in_fan_out": True}
+
+
+FAMILIES = {"roberta": roberta, "gpt2": gpt2}
+
+
+def build(options: argparse.Namespace, checkpointing: bool) -> nn.Module:
+    """The model, in training mode."""
+    torch.manual_seed(0)
     # transformers' own use of a name that it has deprecated.
     warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*", FutureWarning)
-    model: Any = get_peft_model(RobertaForSequenceClassification(config), lora)
+    plain, lora = FAMILIES[options.family](options)
+    config = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.1, **lora)
+    model: Any = get_peft_model(plain, config)  # type: ignore[arg-type]
     if checkpointing:
         model.enable_input_require_grads()
         model.config.use_cache = False
@@ -75,7 +102,8 @@ def measure(mode: str, options: argparse.Namespace) -> Row:
     size = options.examples, options.tokens
     ids = torch.randint(3, 500, size, generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    batch["labels"] = torch.arange(options.examples) % 2
+    classifies = options.family == "roberta"
+    batch["labels"] = torch.arange(options.examples) % 2 if classifies else ids
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-4)
     scope, budget = None, math.inf
     if mode not in ("plain", "checkpointing"):
@@ -139,6 +167,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         *(("examples", 32), ("tokens", 128), ("steps", 8)),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--family", choices=FAMILIES, default="roberta")
     parser.add_argument("--budget_mb", type=float, required=True)
     parser.add_argument("--checkpoint_budget_mb", type=float, help="the same unless given")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)

@@ -1,5 +1,4 @@
-"""Room under the budget, found where it costs least: at the expense of what is live, or of itself.
-"""
+"""Room under the budget, found where it costs least: from what is live, or from itself."""
 
 from __future__ import annotations
 
