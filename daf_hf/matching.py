@@ -9,6 +9,8 @@ so in each layer that the gradient passes, most of all in rows of which few elem
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -20,8 +22,8 @@ from .sites import SaveSite
 
 SMALLEST_SIZE = 1e-12
 """Standard deviation of a restored row below which it has no direction that could be scaled."""
-BLOCK_ELEMENTS = 1 << 18
-"""Rows are measured, and scaled, so many elements at a time."""
+BLOCK_ELEMENTS = 1 << 17
+"""Rows are measured so many elements at a time."""
 
 
 class RowStatistics(NamedTuple):
@@ -36,44 +38,59 @@ class RowStatistics(NamedTuple):
 
     @staticmethod
     def of(flat: Tensor, cols: int) -> RowStatistics:
-        """Those of the rows of ``cols`` elements of a flat tensor."""
+        """Those of the rows of ``cols`` elements of a flat tensor.
+
+        In two passes: ``torch.var_mean`` goes element by element on a CPU, which takes ten times
+        as long.
+        """
         rows = flat.view(-1, cols)
-        measured = [_measured(block.float()) for block in rows.split(_block_rows(rows))]
-        return RowStatistics(*map(torch.cat, zip(*measured, strict=True)))
+        mean = rows.mean(1, keepdim=True, dtype=torch.float32)
+        deviation = torch.empty_like(mean)
+        for centred, block, own_mean, size in _blocks(rows, mean, deviation):
+            torch.sub(block, own_mean, out=centred)
+            torch.linalg.vector_norm(centred, dim=1, keepdim=True, out=size)
+        return RowStatistics(mean, deviation.mul_(cols**-0.5))
 
     def match(self, restored: Tensor) -> Tensor:
         """Give flat rows, in memory that may be changed, these statistics."""
         rows = restored.view(len(self.mean), -1)
-        size = _block_rows(rows)
-        for block, own_mean, own_deviation in zip(
-            *(each.split(size) for each in (rows, *self)), strict=True
-        ):
-            wide = block.float()
-            mean, deviation = _measured(wide)
-            sizes = own_deviation + deviation  # not finite where rows are too large to be squared
-            matched = (deviation > SMALLEST_SIZE) & sizes.isfinite()
-            scale = torch.where(matched, own_deviation / deviation, 1.0)
-            shift = torch.where(sizes.isfinite(), own_mean - mean * scale, 0.0)
-            torch.addcmul(shift, wide, scale, out=wide)
-            if wide.dtype is not block.dtype:
-                block.copy_(wide)
+        mean, deviation = RowStatistics.of(restored, rows.shape[1])
+        sizes = self.deviation + deviation  # of rows too large to be squared they are not finite
+        matched = (deviation > SMALLEST_SIZE) & sizes.isfinite()
+        scale = torch.where(matched, self.deviation / deviation, 1.0)
+        shift = torch.where(sizes.isfinite(), self.mean - mean * scale, 0.0)
+        if rows.dtype is torch.float32:
+            torch.addcmul(shift, rows, scale, out=rows)
+            return restored
+        for wide, block, by, plus in _blocks(rows, scale, shift):
+            block.copy_(torch.mul(block, by, out=wide).add_(plus))
         return restored
 
 
-def _block_rows(rows: Tensor) -> int:
-    """As many as stay in a core's cache from one pass over them to the next."""
-    return max(BLOCK_ELEMENTS // max(rows.shape[1], 1), 1)
+class _Scratch(threading.local):
+    """Memory that a thread keeps: blocks that come and go would leave holes in malloc's heap."""
+
+    def __init__(self) -> None:
+        self._kept: dict[torch.device, Tensor] = {}
+
+    def like(self, block: Tensor) -> Tensor:
+        """``float32`` of a block's shape."""
+        kept = self._kept.get(block.device)
+        if kept is None or kept.numel() < block.numel():
+            size = max(block.numel(), BLOCK_ELEMENTS)
+            kept = torch.empty(size, dtype=torch.float32, device=block.device)
+            self._kept[block.device] = kept
+        return kept[: block.numel()].view(block.shape)
 
 
-def _measured(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Means and standard deviations of ``float32`` rows.
+_SCRATCH = _Scratch()
 
-    In two passes: ``torch.var_mean`` goes element by element on a CPU, which takes ten times as
-    long.
-    """
-    mean = rows.mean(1, keepdim=True)
-    size = torch.linalg.vector_norm(rows - mean, dim=1, keepdim=True)
-    return mean, size.mul_(rows.shape[1] ** -0.5)
+
+def _blocks(rows: Tensor, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Blocks that stay in a core's cache: scratch memory, rows, and what belongs to them."""
+    size = max(BLOCK_ELEMENTS // max(rows.shape[1], 1), 1)
+    for block, *parts in zip(*(each.split(size) for each in (rows, *columns)), strict=True):
+        yield _SCRATCH.like(block), block, *parts
 
 
 def statistics_bytes(numel: int, cols: int) -> int:
