@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -83,6 +84,15 @@ def is_ordinary(tensor: Tensor) -> bool:
         and not tensor.is_neg()
         and not _functorch.is_functorch_wrapped_tensor(tensor)
     )
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two flat, contiguous CPU tensors of a floating dtype hold the same bits.
+
+    NumPy compares several times as fast as ``torch.equal``.
+    """
+    integers = torch.int16 if one.element_size() == 2 else torch.int32
+    return np.array_equal(one.view(integers).numpy(), other.view(integers).numpy())
 
 
 def may_be_two_valued(flat: Tensor) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daf_hf.tensors import columns, geometry
+from daf_hf.tensors import columns, geometry, same_bits
 
 X = torch.empty(3, 5, 7, 11)
 
@@ -46,3 +48,15 @@ def test_columns_are_neighbours_in_memory(order, sizes):
     rest = [d for d in range(4) if d not in dims]
     rows = tensor.permute(*rest, *sorted(dims, key=lambda d: -tensor.stride(d))).reshape(-1, count)
     assert bool((rows == rows[:, :1] + torch.arange(count)).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_the_same_bits(dtype):
+    x = torch.tensor([0.0, 1.5, math.nan, -2.0, 3.0], dtype=dtype)
+    other = x.clone()
+    assert same_bits(x, other)
+    assert same_bits(x[1:], other[1:]) and same_bits(x[:0], other[:0])
+    other[0] = -0.0
+    assert not same_bits(x, other)
+    other[0], other[4] = 0.0, 2.0
+    assert not same_bits(x, other)
