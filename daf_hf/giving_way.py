@@ -16,7 +16,7 @@ from .codecs import Codec
 from .physical import Yielding
 from .sites import SaveSite
 from .stored import Stored
-from .tensors import is_representable
+from .tensors import is_encodable
 
 if TYPE_CHECKING:
     from .placement import Placement
@@ -113,7 +113,7 @@ class GivingWay:
         None where they cannot be, or that makes no room.
         """
         placement = self._placement
-        if not placement.may_lose_bits(flat, site) or not is_representable(flat, False):
+        if not placement.may_lose_bits(flat, site) or not is_encodable(flat):
             return None
         widths = placement.widths(site)
         codecs = [codec for codec in site.distortions if not codec.private]

@@ -34,7 +34,7 @@ from .rows import spread
 from .sites import SaveSite
 from .spill import Parcel, SpillFile
 from .stored import Stored
-from .tensors import is_representable, may_be_two_valued, narrowest
+from .tensors import LARGEST, is_representable, may_be_two_valued, narrowest
 from .workspace import Workspace
 
 logger = logging.getLogger("daf_hf")
@@ -43,8 +43,6 @@ SMALLEST_BYTES = 4096
 """Tensors below this are kept exactly."""
 
 COMPRESSIBLE = (torch.float32, torch.bfloat16, torch.float16)
-LARGEST = 1e18
-"""Elements of which no plan knows are kept exactly if any is larger."""
 
 
 class Placement:
@@ -316,9 +314,11 @@ class Placement:
             ledger.release_exactly(cdata)
         if way is None:
             return self._overflow(flat, site, needed)
-        self.room.forgone_bytes += way.saved_bytes
+        saved_bytes = way.saved_bytes  # before it is lowered further
         physical = self._encode(flat, site, way.stored, way.codec)
-        assert physical is not None  # it was seen to be representable
+        if physical is None:
+            return self._overflow(flat, site, needed)
+        self.room.forgone_bytes += saved_bytes
         return physical
 
     def _narrow(self, flat: Tensor, site: SaveSite, cdata: int) -> Physical | None:

@@ -131,6 +131,8 @@ class Planner:
 
     def learn_candidates(self, batch: Batch) -> None:
         """After a calibration: keep the options that could ever be chosen."""
+        if not self.compressor.placement.calibrated:
+            self._corrections.clear()  # they made up for all that no plan knew
         for site in self.compressor.tracker.sites.values():
             site.candidates = []
             if site.probed is None or site.importance is None or not site.distortions:

@@ -83,8 +83,11 @@ class Room:
     def set_limit(self, limit_bytes: float) -> bool:
         """Change the budget; False when what is live stays above it for now."""
         self._settle()
-        while self._arena.held_bytes > limit_bytes and not math.isinf(self._cheapest()):
-            self._demote_cheapest()
+        while self._arena.held_bytes > limit_bytes:
+            if not math.isinf(self._cheapest()):
+                self._demote_cheapest()
+            elif not self._drop_witnesses():
+                break
         return self._arena.set_limit(limit_bytes)
 
     def note_witnesses(self, physical: Physical) -> None:

@@ -17,6 +17,9 @@ _functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
 MATCHED_ROW = 64
 """Elements of a row from which on two statistics of it cost little beside them."""
 
+LARGEST = 1e18
+"""Elements of which no plan knows are kept exactly if any is larger."""
+
 HALVES = (torch.bfloat16, torch.float16)
 NARROW = (torch.uint8, torch.int8, torch.int16, torch.int32)
 WIDE = (torch.int16, torch.int32, torch.int64)
@@ -137,6 +140,11 @@ def is_representable(flat: Tensor, two_valued: bool) -> bool:
         return flat.unique().numel() <= 2
     low, high = (end.bfloat16().float() for end in flat.aminmax())
     return bool((high - low).isfinite())
+
+
+def is_encodable(flat: Tensor) -> bool:
+    """Whether every codec can represent the elements, those too that square them."""
+    return float(flat.min()) > -LARGEST and float(flat.max()) < LARGEST if flat.numel() else True
 
 
 def narrowest(flat: Tensor) -> torch.dtype:

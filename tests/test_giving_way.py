@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny import MODELS, Watch, batch, build, compressed, loss_of, nothing_held
 
 from daf_hf import DAFConfig
@@ -257,6 +258,50 @@ def test_a_reader_in_another_thread_gets_one_or_the_other():
     for read in (Moves.flat, Moves.own, lambda held: next(iter(held.parts()))[1]):
         held = Moves(SaveSite("s", "m"), x, 1, Lease(lambda _: None, None), None)
         assert torch.equal(read(held), x + 1)
+
+
+class Masked(torch.nn.Module):
+    """Saves what its input's mask makes of small values: some of -1e30."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(6))
+        self.head = torch.nn.Linear(64, 2)
+
+    def forward(self, x, mask, labels):
+        for layer in self.layers:
+            x = x + F.silu(layer(x).masked_fill(mask[:, :, None], -1e30))
+        return {"loss": F.cross_entropy(self.head(x.mean(1)), labels)}
+
+
+@pytest.mark.parametrize("packing", ["device", "host"])
+@pytest.mark.parametrize("budget", [1.2, 0.4])
+def test_values_that_calibration_did_not_see_and_no_codec_can_hold(budget, packing):
+    torch.manual_seed(0)
+    model = Masked()
+    inputs = {"x": torch.randn(16, 32, 64), "labels": torch.randint(0, 2, (16,))}
+    none = torch.zeros(16, 32, dtype=torch.bool)
+    padded = none.clone()
+    padded[:, 20:] = True
+    daf, compressor = compressed(model, budget, packing=packing)
+    step(model, daf, {**inputs, "mask": none})
+    step(model, daf, {**inputs, "mask": none})
+    got = step(model, daf, {**inputs, "mask": padded})
+    loss = model(**inputs, mask=padded)["loss"]
+    loss.backward()
+    assert distance(got, gradients(model)) < 0.3
+    assert compressor.ledger.peak.held <= budget * MB
+    assert nothing_held(compressor)
+
+
+def test_witnesses_make_room_for_a_fall(bert_model, bert_batch):
+    daf, compressor = compressed(bert_model, LOOSE)
+    step(bert_model, daf, bert_batch)
+    loss = forward(bert_model, daf, bert_batch)
+    assert compressor.placement.room._witnessed
+    daf.set_budget(1e-6)
+    assert not compressor.placement.room._witnessed
+    loss.backward()
 
 
 # Order -------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import re
 import time
 
 import pytest
-from tiny import batch, build, compressed, gradients
+from tiny import batch, build, compressed, gradients, loss_of
 
 from daf_hf.batches import signature
 from daf_hf.sites import Batch
@@ -196,3 +196,20 @@ def test_what_is_held_before_a_pass_is_no_part_of_it():
         daf.step()
         assert 0.3e6 - held - 30_000 < daf._session.last_plan.nbytes <= 0.3e6 - held
     del lease
+
+
+def test_what_was_learnt_before_anything_was_measured_is_forgotten(bert_model, bert_batch):
+    daf, compressor = compressed(bert_model, 0.05, calibrate_at=(0, 2), on_overflow="spill")
+    planner = daf._session.planner
+    errors = []
+    for number in range(5):
+        if number == 2:
+            daf.set_budget(0.3)
+        with daf:
+            loss_of(bert_model(**bert_batch)).backward()
+        daf.step()
+        errors.append(daf._session.last_plan.error)
+        if number == 1:
+            assert not compressor.placement.calibrated and any(planner._corrections.values())
+    assert compressor.placement.calibrated
+    assert errors[2] < 1.5 * errors[4]
