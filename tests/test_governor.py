@@ -141,10 +141,15 @@ def test_waiting_tasks_take_a_step_each_ten_seconds():
 
 @pytest.fixture
 def left(monkeypatch):
-    """What the machine has left in MB, beside what was asked of it."""
-    state = {"mb": 1.5}
-    reading = lambda self: Reading(state["mb"] * MB, "the test")  # noqa: E731
-    monkeypatch.setattr(MemoryLeft, "read", reading)
+    """What a machine has left in MB, but for what ``arena`` takes of it, once there is one."""
+    state = {"mb": 1.5, "arena": None}
+
+    def read(self):
+        arena = state["arena"]
+        taken = 0 if arena is None else arena.taken_bytes
+        return Reading(state["mb"] * MB - taken, "the test")
+
+    monkeypatch.setattr(MemoryLeft, "read", read)
     monkeypatch.setattr("daf_hf.governor.INTERVAL", 0.005)
     return state
 
@@ -164,11 +169,11 @@ def test_auto_follows_what_is_left_in_mid_step(left, caplog):
     caplog.set_level(logging.INFO, "daf_hf")
     model, inputs = build("bert"), batch("bert")
     daf, compressor = compressed(model, "auto", **AUTO)
-    arena = compressor.arena
+    arena = left["arena"] = compressor.arena
     with daf:
         assert arena.limit_bytes == pytest.approx(0.5 * MB)
         loss = loss_of(model(**inputs))
-        left["mb"] = 1.25 - arena.taken_bytes / MB
+        left["mb"] = 1.25
         assert wait_for(lambda: arena.limit_bytes == pytest.approx(0.2 * MB))
     loss.backward()
     assert nothing_held(compressor)
