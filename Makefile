@@ -43,8 +43,8 @@ test-oldest:  ## Run the tests with the oldest versions that are supported
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 
 test-triton: $(STAMP)  ## Run the Triton kernels in the interpreter, and compile them
-	$(PIP) -c $(CONSTRAINTS) -e ".[triton]"
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/test_triton.py $(PYTEST_ARGS)
+	$(PIP) -c $(CONSTRAINTS) -e ".[liger,triton]"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/test_triton.py tests/test_liger.py $(PYTEST_ARGS)
 	$(BIN)/python benchmarks/triton_compile.py --quick
 
 test-neon: $(STAMP)  ## Run the native code for ARM's NEON, and SSE2 alone, under QEMU

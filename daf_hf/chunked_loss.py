@@ -21,10 +21,22 @@ from torch.autograd.function import Function, once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import cross_entropy, linear
 
+from .liger import fused_loss
+
 CHUNK_ELEMENTS = 1 << 23
 """Logits that are there at a time."""
 
 RowOperation = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Cast:
+    """The row operation that gives another dtype."""
+
+    dtype: torch.dtype
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return rows.to(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -57,15 +69,21 @@ class RowFunction:
 
     def head(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """What comes before the operations."""
-        with self._autocast():
+        with self.autocasting():
             return linear(hidden, weight, bias)
 
     def after(self, rows: Tensor) -> Tensor:
         """Apply the operations alone."""
-        with self._autocast():
+        with self.autocasting():
             for operation in self.operations:
                 rows = operation(rows)
         return rows
+
+    def is_head_in_float32(self, hidden: Tensor) -> bool:
+        """Whether values are the head's, and nothing more, as float32."""
+        dtype = self.autocast or hidden.dtype
+        casts = all(operation == Cast(torch.float32) for operation in self.operations)
+        return casts and (bool(self.operations) or dtype == torch.float32)
 
     def cast(self, parameter: Tensor | None) -> Tensor | None:
         """A parameter as all chunks take it: without history, cast once."""
@@ -73,7 +91,8 @@ class RowFunction:
             return None
         return parameter.detach().to(self.autocast or parameter.dtype)
 
-    def _autocast(self) -> Any:
+    def autocasting(self) -> Any:
+        """The context in which all runs."""
         if self.autocast is None:
             return torch.autocast(self.device_type, enabled=False)
         return torch.autocast(self.device_type, dtype=self.autocast)
@@ -137,26 +156,19 @@ def chunk_rows(vocabulary: int) -> int:
 class _SummedLoss(Function):
     @staticmethod
     def forward(ctx: Any, hidden, weight, bias, function, targets, options) -> Tensor:
-        kept = (targets != options["ignore_index"]).nonzero().squeeze(1)
-        needed = ctx.needs_input_grad[0]
-        gradient = torch.zeros_like(hidden) if needed else None
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         head = (function.cast(weight), function.cast(bias))
-        for rows in kept.split(chunk_rows(weight.shape[0])):
-            logits = function.head(hidden[rows], *head)
-            with own_graph():
-                values = function.after(logits.requires_grad_(needed))
-                loss = cross_entropy(values, targets[rows], reduction="sum", **options)
-                of_logits = torch.autograd.grad(loss, logits)[0] if needed else None
-            if gradient is not None and of_logits is not None:
-                gradient[rows] = (of_logits @ head[0]).to(gradient.dtype)
-            total += loss.detach()
+        fused = fused_loss(hidden.device) if function.is_head_in_float32(hidden) else None
+        if fused is not None:
+            found = _fused(fused, hidden, head, function, targets, options)
+        else:
+            found = _chunk_by_chunk(hidden, head, function, targets, options)
+        total, gradient = found
         ctx.function, ctx.options = function, options
         ctx.trained = any(ctx.needs_input_grad[1:3])
         ctx.save_for_backward(
             gradient, *((hidden, weight, bias, targets) if ctx.trained else (None,) * 4)
         )
-        return total.to(loss.dtype)
+        return total
 
     @staticmethod
     @once_differentiable
@@ -172,6 +184,47 @@ class _SummedLoss(Function):
 
             found = _again(ctx, hidden, (weight, bias), kept, loss)
         return gradient * incoming if gradient is not None else None, *found, None, None, None
+
+
+def _chunk_by_chunk(
+    hidden: Tensor,
+    head: tuple[Any, Any],
+    function: RowFunction,
+    targets: Tensor,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """The loss, and its gradient by the hidden states where these have one."""
+    kept = (targets != options["ignore_index"]).nonzero().squeeze(1)
+    needed = hidden.requires_grad
+    gradient = torch.zeros_like(hidden) if needed else None
+    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    for rows in kept.split(chunk_rows(head[0].shape[0])):
+        logits = function.head(hidden[rows], *head)
+        with own_graph():
+            values = function.after(logits.requires_grad_(needed))
+            loss = cross_entropy(values, targets[rows], reduction="sum", **options)
+            of_logits = torch.autograd.grad(loss, logits)[0] if needed else None
+        if gradient is not None and of_logits is not None:
+            gradient[rows] = (of_logits @ head[0]).to(gradient.dtype)
+        total += loss.detach()
+    return total.to(loss.dtype), gradient
+
+
+def _fused(
+    by: Callable[..., Tensor],
+    hidden: Tensor,
+    head: tuple[Any, Any],
+    function: RowFunction,
+    targets: Tensor,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """The same, in Liger-Kernel's kernels."""
+    needed = hidden.requires_grad
+    hidden = hidden.detach().requires_grad_(needed)
+    with own_graph(), function.autocasting():
+        weight, bias = head
+        loss = by(hidden, weight, targets, bias=bias, reduction="sum", **options)
+        return loss.detach(), torch.autograd.grad(loss, hidden)[0] if needed else None
 
 
 class _Reduced(Function):

@@ -24,7 +24,7 @@ from .kernels.cuda_driver import CudaError, Driver
 from .kernels.nvrtc import compilers
 from .self_check import self_check
 
-_PACKAGES = ("torch", "transformers", "peft", "accelerate", "triton")
+_PACKAGES = ("torch", "transformers", "peft", "accelerate", "triton", "liger-kernel")
 _PASSED = "passed"
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
-from .chunked_loss import RowFunction, own_graph, reduced, summed_cross_entropy
+from .chunked_loss import Cast, RowFunction, own_graph, reduced, summed_cross_entropy
 
 logger = logging.getLogger("daf_hf")
 
@@ -28,7 +28,7 @@ _FACTS = {"size", "dim", "ndimension", "numel", "nelement", "element_size", "__l
     f"is_{name}" for name in ("floating_point", "complex")
 }
 _ELEMENTWISE = {
-    *("float", "tanh", "neg", "__neg__", "negative"),
+    *("tanh", "neg", "__neg__", "negative"),
     *("mul", "multiply", "__mul__", "__rmul__", "div", "divide", "true_divide"),
     *("__truediv__", "add", "__add__", "__radd__", "sub", "__sub__", "__rsub__"),
 }
@@ -233,16 +233,16 @@ def _is_constant(value: Any) -> bool:
 def _cast(lazy: LazyLogits, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     values = (*args, *kwargs.values())
     if len(values) == 1 and isinstance(values[0], torch.dtype):
-        return lazy.then(lambda rows: rows.to(values[0]))
+        return lazy.then(Cast(values[0]))
     return None
 
 
+def _float(lazy: LazyLogits, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    return None if args or kwargs else lazy.then(Cast(torch.float32))
+
+
 def _contiguous(lazy: LazyLogits, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    return None if args or kwargs else lazy.then(_same)
-
-
-def _same(rows: Tensor) -> Tensor:
-    return rows
+    return None if args or kwargs else lazy.then()
 
 
 def _log_softmax(lazy: LazyLogits, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -331,6 +331,7 @@ def _reduce(lazy: LazyLogits, reduce: Callable[..., Tensor], index: Tensor) -> T
 _RULES: dict[str, Callable[[LazyLogits, Any, tuple, dict[str, Any]], Any]] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
     "to": _cast,
+    "float": _float,
     "contiguous": _contiguous,
     "log_softmax": _log_softmax,
     "view": _view,
