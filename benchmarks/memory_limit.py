@@ -23,8 +23,6 @@ import time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from daf_hf.tables import render_table
-
 MOUNT = Path("/sys/fs/cgroup")
 TAKEN_MB = 10
 """That the neighbour takes at a time, twenty times a second."""
@@ -150,6 +148,8 @@ def main() -> None:
     elif options.trouble:
         trouble(options.seconds)
     else:
+        from daf_hf.tables import render_table  # imports torch, which the neighbour does without
+
         ways = [("plain", False), ("auto", False), ("auto", True)]
         rows = [measure(options, *way) for way in ways]
         head = ("training", "steps", "killed", "limit hit", "budget, MB")
