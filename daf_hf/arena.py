@@ -170,13 +170,17 @@ class Arena:
         """Drop the planes whose loss costs least per page; their pages are free at once."""
         self._before_change()
         self._rank_all()
-        score, _, stored = self._order.pop(0)
-        stored.rank = None
+        score, _, stored = self._order[0]
         lower = stored.lower()
         assert lower is not None, score
-        if stored.spills and not self._spill_planes(stored, lower):
+        spilled = not stored.spills or self._spill_planes(stored, lower)
+        self._order.pop(0)
+        stored.rank = None
+        if not spilled:
             stored.spills = False
             return self._rank(stored)  # to be dropped at its turn, as far as it may be
+        if not stored.spills:
+            stored.spilled.clear()  # without those above them they say nothing
         self.stored_bits -= stored.layout.numel * (stored.bits - lower)
         self.demoted_pages += (stored.bits - lower) * stored.layout.plane_pages
         stored.bits = lower
@@ -194,11 +198,7 @@ class Arena:
         """Keep the planes above a width elsewhere; False where they have no room there."""
         assert self.spill is not None
         pages = self._segments.read(stored.table[stored.layout.pages(lower) :])
-        try:
-            parcel = self.spill(pages.view(-1))
-        except OSError:
-            self._rank(stored)
-            raise
+        parcel = self.spill(pages.view(-1))
         if parcel is not None:
             stored.spilled.append((stored.bits - lower, parcel))
         return parcel is not None
@@ -207,7 +207,7 @@ class Arena:
         """An activation with all its planes, and the pages that it has: spilled ones are copies."""
         if not stored.spilled:
             return stored, self.space
-        bits = stored.bits + sum(planes for planes, _ in stored.spilled)
+        bits = stored.whole_bits
         count, kept = stored.layout.pages(bits), len(stored.table)
         pages = torch.empty(count * PAGE_BYTES, dtype=torch.uint8, device=self.device)
         pages[: kept * PAGE_BYTES] = self._segments.read(stored.table).view(-1)

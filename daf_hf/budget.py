@@ -212,7 +212,7 @@ class Budget:
             held = self._compressor.arena.held_bytes
             self._tell(
                 "daf_hf: budget_mb=%g is below what is held exactly and at the fewest bits, %.2f "
-                "MB; the rest follows as backward frees it",
+                "MB; the rest follows as backward frees it, and this step's gradient suffers",
                 limit,
                 held,
             )

@@ -223,7 +223,8 @@ class Calibration:
         per_example = max(1.0, 1.2 * bytes_per_token * whole.tokens)
         fitting = self._limit / per_example
         examples = self.compressor.config.calibration_batch
-        size = self._size(max(1, int(min(fitting, examples))), whole.tokens)
+        # One example alone has no gradient where a loss compares it with others of its batch.
+        size = self._size(min(examples, max(2, int(min(fitting, examples)))), whole.tokens)
         if fitting < 1:
             size = self._size(1, max(SMALLEST_PROBE_TOKENS, int(whole.tokens * fitting)))
         while True:
@@ -268,10 +269,14 @@ class Calibration:
                             error = probe.error_at_zero(site)
                             at_zero[site] = at_zero.get(site, 0.0) + weight * error
                         graph.restore(site)
-        if weights > 0:
-            self._learn({site: total / weights for site, total in weighted.items()})
-            errors = {site: total / weights for site, total in at_zero.items()}
-            zero_bits.learn(errors, self._large_sites())
+        if not weights:
+            raise CalibrationError(
+                f"{size.examples} of its {self._whole.examples} examples, which is what fits, have "
+                "no gradient"
+            )
+        self._learn({site: total / weights for site, total in weighted.items()})
+        errors = {site: total / weights for site, total in at_zero.items()}
+        zero_bits.learn(errors, self._large_sites())
 
     def _time_plain(self, size: Batch) -> None:
         """Measure plain training's time, on a graph of this size."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import torch
 from torch import Tensor, nn
 
 MODULES_TO_SAVE = ".modules_to_save."
@@ -18,6 +19,10 @@ class GradientError:
     or the value projections' gradient is often many times that of the query projections, and would
     hide whatever befalls those. What PEFT trains in full beside the adapters is averaged by itself.
 
+    A gradient that is nothing but rounding does not count: that of a key's bias, which softmax does
+    not see, is zero but for rounding, and any error of it as large as itself. What a parameter's
+    gradient is off by is relative to no less than an epsilon of its module's largest.
+
     Args:
         model: all of its parameters that require a gradient are taken to be trained.
 
@@ -28,7 +33,8 @@ class GradientError:
     def __init__(self, model: nn.Module) -> None:
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self.parameters = [parameter for _, parameter in named]
-        self._kinds = _kinds([name for name, _ in named])
+        self._modules = _modules([name for name, _ in named])
+        self._beside = [MODULES_TO_SAVE in name for name, _ in named]
 
     def of(self, change: list[Tensor | None], reference: list[Tensor | None]) -> float:
         """The error of gradients that have changed from a reference.
@@ -37,17 +43,19 @@ class GradientError:
             change: one tensor a parameter, in its shape; None where there is no gradient.
             reference: the same, of the gradients.
         """
-        total = 0.0
-        for kinds in self._kinds:
-            error = elements = 0.0
-            for kind in kinds:
-                norm = squared_norm([reference[index] for index in kind])
+        error, elements = [0.0, 0.0], [0.0, 0.0]
+        for kinds in self._modules:
+            norms = [squared_norm([reference[index] for index in kind]) for kind in kinds]
+            for kind, norm in zip(kinds, norms, strict=True):
                 if norm > 0:
+                    first = self.parameters[kind[0]]
+                    rounding = torch.finfo(first.dtype).eps ** 2 * max(norms)
                     count = sum(self.parameters[index].numel() for index in kind)
-                    error += count * squared_norm([change[index] for index in kind]) / norm
-                    elements += count
-            total += error / elements if elements else 0.0
-        return total
+                    changed = squared_norm([change[index] for index in kind])
+                    beside = self._beside[kind[0]]
+                    error[beside] += count * changed / max(norm, rounding)
+                    elements[beside] += count
+        return sum(e / n for e, n in zip(error, elements, strict=True) if n)
 
 
 def squared_norm(tensors: list[Tensor | None]) -> float:
@@ -60,10 +68,11 @@ def kind_of(name: str) -> str:
     return re.sub(r"\.\d+(?=\.)", "", name)
 
 
-def _kinds(names: list[str]) -> tuple[list[list[int]], list[list[int]]]:
-    """Indices of the parameters of each kind: of adapters (or of all), and of those beside them."""
-    kinds: tuple[dict[str, list[int]], dict[str, list[int]]] = ({}, {})
+def _modules(names: list[str]) -> list[list[list[int]]]:
+    """Indices of parameters: of one kind together, in lists by module."""
+    modules: dict[str, dict[str, list[int]]] = {}
     for index, name in enumerate(names):
         kind = kind_of(name)
-        kinds[MODULES_TO_SAVE in name].setdefault(kind, []).append(index)
-    return list(kinds[0].values()), list(kinds[1].values())
+        kinds = modules.setdefault(kind.rpartition(".")[0], {})
+        kinds.setdefault(kind, []).append(index)
+    return [list(kinds.values()) for kinds in modules.values()]

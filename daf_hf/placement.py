@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 from time import perf_counter
 
@@ -148,12 +149,16 @@ class Placement:
             return False
         if site.option is not None:
             return site.option.codec is not None
+        if site.known and (site.derived or site.doubted):
+            return False  # the plan has no bits for it: it is exact, and gives way at need
         return self.may_lose_bits(flat, site)
 
     def may_lose_bits(self, flat: Tensor, site: SaveSite) -> bool:
         """Whether there is a codec for them, whatever the plan says."""
-        if site.known and site.probed is not None:
-            return bool(site.candidates)  # without any, no codec could represent them
+        if site.candidates:
+            return True
+        if site.known and site.probed is not None and not (site.derived or site.doubted):
+            return False  # no codec could represent them
         # Masks hold the least number there is, beside which all others would be alike.
         return not LARGEST <= float(flat.abs().max()) < math.inf
 
@@ -302,7 +307,13 @@ class Placement:
         way = None
         if lossy and (self.refusal or not self.room.fits(needed)):
             way = self.giving_way.way(flat, cols, site, needed)
-        if not self.refusal and self.room.reserve(needed, way.score if way else math.inf):
+        try:
+            kept = not self.refusal and self.room.reserve(needed, way.score if way else math.inf)
+        except BaseException:  # the disk is full, to which others were to be spilled
+            if shared:
+                ledger.release_exactly(cdata)
+            raise
+        if kept:
             held = flat if shared or not whole else flat.clone()
             lease = Lease(self._end_exact, cdata) if shared else Lease(self._end_outside, needed)
             if not lossy:
@@ -335,7 +346,8 @@ class Placement:
 
     def _overflow(self, flat: Tensor, site: SaveSite, needed: int) -> Physical:
         """What to do with elements that have no room even at the fewest bits."""
-        if not self.refuses and self._spill.fits(flat.nbytes):
+        spill = self._spill_file()
+        if not self.refuses and spill.fits(flat.nbytes):
             if not self.ledger.counts.get("spilled") and self._config.on_overflow == "error":
                 logger.warning(
                     "daf_hf: the budget of %g MB has no room for all that this step saves beside "
@@ -344,7 +356,7 @@ class Placement:
                     self.arena.limit_bytes / 1e6,
                 )
             self.ledger.count("spilled")
-            return Spilled(site, flat, self._spill)
+            return Spilled(site, flat, spill)
         if not self.refusal:
             self.refusal.begin(self.arena.limit_bytes, self.arena.held_bytes, self._config.bits[0])
         self.refusal.add(site.name, needed)
@@ -352,10 +364,17 @@ class Placement:
 
     def _spill_planes(self, pages: Tensor) -> Parcel | None:
         """Keep planes that leave the arena elsewhere; None where there is no room for them."""
-        if not self._spill.fits(pages.nbytes):
+        spill = self._spill_file()
+        if not spill.fits(pages.nbytes):
             return None
         self.ledger.count("spilled")
-        return Parcel(pages, self._spill)
+        return Parcel(pages, spill)
+
+    def _spill_file(self) -> SpillFile:
+        """That of this process, which may have been forked."""
+        if self._spill.process != os.getpid():
+            self._spill = SpillFile(self._config.spill_mb * 1e6)
+        return self._spill
 
     def take_refusal(self) -> BudgetError | None:
         """The error that a forward pass without enough room ends in; None when it had enough."""

@@ -18,13 +18,17 @@ class SpillFile:
     """A temporary file without a name; it never outlives the process.
 
     The file is made when something is first written. It ends with the last thing in it that is
-    alive. Usable by several threads.
+    alive. Usable by several threads. A fork gives it to the child too, which leaves it alone.
 
     Args:
         limit_bytes: that it, and what is spilled to host memory, may take together.
+
+    Attributes:
+        process: whose it is.
     """
 
     def __init__(self, limit_bytes: float = math.inf) -> None:
+        self.process = os.getpid()
         self._limit = limit_bytes
         self._descriptor = -1
         self._closing: Any = None
@@ -34,10 +38,11 @@ class SpillFile:
 
     @property
     def _end(self) -> int:
-        if not self._alive:
-            return 0
-        offset, nbytes = self._item(-1)
-        return offset + nbytes
+        with self._lock:
+            if not self._alive:
+                return 0
+            offset, nbytes = self._item(-1)
+            return offset + nbytes
 
     def _item(self, place: int) -> tuple[int, int]:
         item: Any = self._alive.peekitem(place)
@@ -67,12 +72,14 @@ class SpillFile:
         try:
             if self._descriptor < 0:
                 self._open()
-            written = os.pwrite(self._descriptor, data, offset)
-            if written != data.nbytes:
-                raise OSError(f"wrote {written} of {data.nbytes} bytes")
+            written = 0
+            while written < data.nbytes:  # Linux takes no more than 2 GiB at a time
+                more = os.pwrite(self._descriptor, data[written:], offset + written)
+                if not more:
+                    raise OSError(f"wrote {written} of {data.nbytes} bytes")
+                written += more
         except OSError as error:
-            with self._lock:
-                del self._alive[offset]
+            self.forget(offset)
             raise OSError(
                 f"cannot spill {data.nbytes} bytes to a temporary file in "
                 f"{tempfile.gettempdir()}: {error}. Free disk space there, set TMPDIR to a folder "
@@ -85,7 +92,15 @@ class SpillFile:
 
         Backward wants first what was written last: what was written before this is asked of the
         disk meanwhile.
+
+        Raises:
+            RuntimeError: in a forked child: its parent goes on writing to the file.
         """
+        if self.process != os.getpid():
+            raise RuntimeError(
+                "what was spilled to a file before a fork belongs to the parent: run backward in "
+                "the process that ran forward, or fork between two steps"
+            )
         data = memoryview(out.view(torch.uint8).numpy())  # type: ignore[arg-type]
         if not data.nbytes:
             return
@@ -94,20 +109,28 @@ class SpillFile:
             before = self._item(place) if place >= 0 else None
         if before is not None and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, *before, os.POSIX_FADV_WILLNEED)
-        if os.preadv(self._descriptor, [data], offset) != data.nbytes:
-            raise OSError("the spill file is shorter than what was written to it")
+        done = 0
+        while done < data.nbytes:
+            more = os.preadv(self._descriptor, [data[done:]], offset + done)
+            if not more:
+                raise OSError("the spill file is shorter than what was written to it")
+            done += more
 
     def forget(self, offset: int) -> None:
         """What was written at an offset is no longer needed."""
+        if self.process != os.getpid():
+            return
         with self._lock:
             end = self._end
             del self._alive[offset]
             # At the process's end the file is closed first, and its number may be another's.
-            if self._end < end and self._closing.alive:
+            if self._end < end and self._closing is not None and self._closing.alive:
                 os.ftruncate(self._descriptor, self._end)
 
     def hold(self, nbytes: int) -> None:
         """Count bytes that are spilled to host memory; negative ones are there no longer."""
+        if self.process != os.getpid():
+            return
         with self._lock:
             self._elsewhere += nbytes
 

@@ -74,6 +74,11 @@ class Stored:
             stored.table.extend(self.table[first : first + part.plane_pages])
         return stored
 
+    @property
+    def whole_bits(self) -> int:
+        """Planes that there are, with those that are spilled."""
+        return self.bits + sum(planes for planes, _ in self.spilled)
+
     def lower(self) -> int | None:
         """The next lower width, None at the floor (without planes, where these are spilled)."""
         below = [width for width in self.widths if width < self.bits]
@@ -82,9 +87,13 @@ class Stored:
         return below[-1] if below and self.layout.plane_pages else None
 
     def demotion_score(self) -> float:
-        """Cost per page freed of demoting it by one width (inf at the floor)."""
+        """Cost per page freed of demoting it by one width (inf at the floor).
+
+        Planes that are dropped take those with them that were spilled before.
+        """
         lower = self.lower()
         if lower is None:
             return math.inf
         pages = (self.bits - lower) * self.layout.plane_pages
-        return (self.costs[lower] - self.costs[self.bits]) / pages
+        now = self.bits if self.spills else self.whole_bits
+        return (self.costs[lower] - self.costs[now]) / pages

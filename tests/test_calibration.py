@@ -260,6 +260,34 @@ def test_a_pass_that_trains_nothing_comes_first(caplog):
     assert not [record for record in caplog.records if record.name == "daf_hf"]
 
 
+class Contrast(nn.Module):
+    """Each example against the others of its batch: one alone has neither loss nor gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.tower = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    def forward(self, x):
+        y = self.tower(x)
+        return nn.functional.cross_entropy(y.mean(1) @ x.mean(1).t(), torch.arange(len(x)))
+
+
+@pytest.mark.parametrize(("examples", "calibrated"), [(2.5, True), (1.3, False)])
+def test_a_loss_that_compares_examples(examples, calibrated, caplog):
+    """Where two fit they are measured; a gradient that is zero is no measurement."""
+    model, x = Contrast(), torch.randn(8, 32, 64)
+    daf, compressor = compressed(model, math.inf)
+    with daf:
+        model(x).backward()
+    per_example = daf.report.plain_bytes / len(x)
+    daf, compressor = compressed(model, examples * per_example / 1e6)
+    with daf:
+        model(x).backward()
+    assert compressor.placement.calibrated == calibrated
+    assert ("no gradient" in caplog.text) != calibrated
+    assert daf.report.held_bytes_peak <= examples * per_example
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, None, "abc"])
 def test_a_metric_must_return_a_number(value):
     model, inputs = build("bert"), batch("bert")

@@ -377,3 +377,21 @@ def test_what_others_hold_too_gives_way_once_they_have_ended():
 def test_what_makes_no_room_has_no_price():
     assert way_of(0.1, 0).score == math.inf
     assert way_of(0.1, 3 * PAGE_COST).score == math.inf
+
+
+def test_what_is_doubted_gives_way_too():
+    """A normalisation's output whose node is no longer that of calibration."""
+    model, inputs = build("roberta", dropout=0.0), batch("roberta")
+    daf, compressor = compressed(model, LOOSE)
+    plain = step(model, daf, inputs)
+    norms = [m for m in model.modules() if isinstance(m, torch.nn.LayerNorm)]
+    hooks = [m.register_full_backward_hook(lambda *_: None) for m in norms]
+    loss = forward(model, daf, inputs)
+    assert compressor.ledger.counts["doubted"] > 0
+    held = compressor.arena.held_bytes
+    daf.set_budget(0.25 * held / MB)
+    assert compressor.arena.held_bytes <= 0.25 * held
+    loss.backward()
+    assert distance(gradients(model), plain) < 0.1
+    for hook in hooks:
+        hook.remove()

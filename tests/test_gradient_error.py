@@ -56,6 +56,18 @@ def test_what_has_no_gradient_does_not_count():
     assert squared_norm(change) == 48 * 4
 
 
+def test_a_gradient_of_rounding_alone_does_not_count():
+    """The bias of a key: softmax does not see it."""
+    layer = nn.Linear(64, 64)
+    errors = GradientError(layer)
+    change = [torch.full_like(layer.weight, 1e-3), torch.full_like(layer.bias, 1e-9)]
+    reference = [torch.ones_like(layer.weight), torch.full_like(layer.bias, 1e-9)]
+    assert errors.of(change, reference) == pytest.approx(1e-6, rel=0.02)
+    reference[1] = torch.full_like(layer.bias, 1e-3)  # small, but more than rounding
+    change[1] = torch.full_like(layer.bias, 1e-3)
+    assert errors.of(change, reference) == pytest.approx(1 / 65, rel=0.01)
+
+
 def test_a_large_head_does_not_hide_the_adapters():
     """With the head's gradient scaled up, what serves the adapters stays as important."""
     importances = []

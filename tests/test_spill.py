@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import math
 import os
 import signal
 import subprocess
@@ -22,9 +25,13 @@ from tiny import (
     same,
 )
 
-from daf_hf import BudgetError
+from daf_hf import BudgetError, DAFConfig
+from daf_hf.codecs import Codec
+from daf_hf.kernels.format import PAGE_BYTES, Granularity
+from daf_hf.saved_tensors import Compressor
 from daf_hf.spill import Parcel, SpillFile
 
+MODEL = torch.nn.Linear(8, 8)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64)
 
 
@@ -75,8 +82,8 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
 
 def test_a_full_disk_is_explained(monkeypatch):
     spill = SpillFile()
-    monkeypatch.setattr(os, "pwrite", lambda *_: 3)
-    with pytest.raises(OSError, match=r"wrote 3 of 40 bytes.*Free disk space"):
+    monkeypatch.setattr(os, "pwrite", lambda *_: 0)
+    with pytest.raises(OSError, match=r"wrote 0 of 40 bytes.*Free disk space"):
         spill.write(torch.ones(10))
 
 
@@ -122,6 +129,12 @@ def test_the_limit_counts_file_and_host_memory():
     assert spill.fits(10_000) and size(spill) == 0
 
 
+def daf_of(budget_mb, on_overflow, **options):
+    """Compression outside of any model's pass."""
+    config = DAFConfig.build(budget_mb=budget_mb, on_overflow=on_overflow, **options)
+    return Compressor(MODEL, config)
+
+
 # Planes ------------------------------------------------------------------------------------------
 
 
@@ -164,6 +177,29 @@ def test_when_spill_mb_is_used_up_planes_are_dropped():
     assert relative_error(measured, expected) < 1
     assert compressor.placement._spill._end == 0
     assert nothing_held(compressor)
+
+
+def test_dropped_planes_take_those_with_them_that_were_spilled_before():
+    """Else what is left would be read as codes of another width."""
+    x = torch.randn(4 * 8192)
+    planes = Codec(Granularity.GROUP, "uniform").layout(x.numel(), 1, 8).plane_pages * PAGE_BYTES
+    alone = daf_of(math.inf, "error")
+    both = daf_of(math.inf, "spill", spill_mb=2 * planes / 1e6)
+    handles = {}
+    for daf in (alone, both):
+        daf.set_limit(1e9)
+        with daf.scope():
+            handles[daf] = daf._pack(x)
+    spilled = []
+    for held in range(int(both.arena.held_bytes), 0, -planes // 2):
+        if not both.set_limit(held):
+            break
+        spilled.append(max(s.whole_bits - s.bits for s in both.arena._live))
+        bits = max(s.whole_bits for s in both.arena._live)
+        while max(s.bits for s in alone.arena._live) > bits:
+            alone.set_limit(alone.arena.held_bytes - planes / 2)
+        assert torch.equal(both._unpack(handles[both]), alone._unpack(handles[alone]))
+    assert max(spilled) == 2 and spilled[-1] == 0
 
 
 def test_no_room_anywhere_is_refused():
@@ -235,3 +271,67 @@ def test_what_has_no_elements_takes_no_place():
     del kept
     other.read(out)
     assert torch.equal(out, torch.full((4,), 9.0))
+
+
+def test_more_than_is_written_or_read_at_a_time(monkeypatch):
+    """Linux moves at most 2 GiB."""
+    write, read = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[:999], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, into, at: read(fd, [into[0][:777]], at))
+    spill, x, out = SpillFile(), torch.randn(1000), torch.empty(1000)
+    spill.read(spill.write(x), out)
+    assert torch.equal(out, x)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no os.fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_leaves_the_file_alone():
+    model, inputs, daf, compressor = training(0.15, on_overflow="spill")
+    expected = with_a_fall(model, inputs, daf, 0.12)
+    daf.set_budget(0.15)
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(7)
+    with daf:
+        loss = loss_of(model(**inputs))
+    daf.set_budget(0.12)
+    child = os.fork()
+    if not child:
+        status = 1
+        with contextlib.suppress(BaseException):
+            try:
+                loss.backward(retain_graph=True)
+            except RuntimeError as error:
+                status = 0 if "before a fork" in str(error) else 2
+            del loss
+            gc.collect()
+            daf.set_budget(0.15)
+            with daf:
+                loss = loss_of(model(**inputs))
+            daf.set_budget(0.12)  # spills to a file of its own
+            loss.backward()
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    loss.backward()
+    measured = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert same(measured, expected)
+    assert nothing_held(compressor)
+
+
+def test_a_disk_that_is_full_leaves_nothing_counted(monkeypatch):
+    """What was to be held exactly, and for which others were to be spilled."""
+    daf, outer = daf_of(1.0, "spill"), torch.randn(65536)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with daf.scope(), monkeypatch.context() as patch:
+        first = daf._pack(torch.randn(65536))
+        daf.set_limit(outer.nbytes + 1000)
+        patch.setattr(os, "pwrite", full)
+        patch.setattr(daf.placement, "_may_quantize", lambda *_: False)
+        patch.setattr(daf.placement.giving_way, "way", lambda *_: None)
+        with pytest.raises(OSError, match="No space left"):
+            daf._pack(outer)
+    assert not daf.ledger.is_held_exactly(outer.untyped_storage()._cdata)
+    del first
+    assert nothing_held(daf)
