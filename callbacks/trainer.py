@@ -23,6 +23,7 @@ from daf_hf.accounting import MemoryReport
 from daf_hf.checkpoint import restore as restore_state
 from daf_hf.checkpoint import save as save_state
 from daf_hf.config import DAFConfig
+from daf_hf.forks import OUTER, free_after_fork
 from daf_hf.plan_table import plan_table
 from daf_hf.reporting import ranks_table
 from daf_hf.session import Session
@@ -39,7 +40,8 @@ GUARDED = ("_run_epoch", "training_step")
 NOTABLE_SHARE = 0.05
 """Of what the model, or the budget, holds: what a loss outside of it may hold without a word."""
 
-_BEGINNING = threading.Lock()  # no change of the budget falls between two sessions
+_BEGINNING = free_after_fork(threading.Lock(), OUTER)
+"""Held while a session takes another's place: no change of the budget falls between two."""
 
 Found = TypeVar("Found")
 
@@ -134,17 +136,21 @@ class DAFCallback(TrainerCallback):
                 logger.info("daf_hf: what was measured is taken from %s", checkpoint)
             self.config = session.config
             self._session = session
-        session.install()
-        trainer = _caller(Trainer)
-        if trainer is not None:
-            self._guard(trainer)
-            if not self._covers_loss:
-                self._watch_loss(trainer)
+        handler = _caller(CallbackHandler)
+        if handler is not None:
+            self._guard(handler, "call_event")
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # Not before: what other callbacks raise as training begins, nothing could be guarded from.
+        self._install()
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self._session is not None:
+            self._install()  # a loop may know no epochs
             self._session.begin_step(state.global_step, state.max_steps)
 
     def on_step_end(
@@ -209,22 +215,34 @@ class DAFCallback(TrainerCallback):
             handler.callbacks.remove(self)
             handler.callbacks.insert(0, self)
 
-    def _guard(self, trainer: Trainer) -> None:
-        """End the compression when training ends in an exception, of which no event tells."""
-        for name in GUARDED:
-            original = getattr(trainer, name, None)
-            if original is None:
-                continue
+    def _install(self) -> None:
+        """Begin to compress, unless that was done."""
+        session = self._session
+        if session is None or session.installed:
+            return
+        session.install()
+        trainer = _caller(Trainer)
+        if trainer is not None:
+            for name in GUARDED:
+                self._guard(trainer, name)
+            if not self._covers_loss:
+                self._watch_loss(trainer)
 
-            @functools.wraps(original)
-            def guarded(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
-                try:
-                    return _original(*args, **kwargs)
-                except BaseException:
-                    self._close()
-                    raise
+    def _guard(self, owner: Any, name: str) -> None:
+        """End the compression when a method ends in an exception, of which no event tells."""
+        original = getattr(owner, name, None)
+        if original is None:
+            return
 
-            self._replace(trainer, name, guarded)
+        @functools.wraps(original)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(*args, **kwargs)
+            except BaseException:
+                self._close()
+                raise
+
+        self._replace(owner, name, guarded)
 
     def _watch_loss(self, trainer: Trainer) -> None:
         """See in the first step how much a loss outside the model holds."""
@@ -253,18 +271,18 @@ class DAFCallback(TrainerCallback):
                 watch.nbytes / 1e6,
             )
 
-    def _replace(self, trainer: Trainer, name: str, method: Callable[..., Any]) -> None:
-        """Put a method in a trainer's way, until :meth:`_close`."""
-        own = trainer.__dict__.get(name)
+    def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
+        """Put a method in the way of an object's, until :meth:`_close`."""
+        own = owner.__dict__.get(name)
 
         def restore() -> None:
-            if trainer.__dict__.get(name) is method:
+            if owner.__dict__.get(name) is method:
                 if own is None:
-                    delattr(trainer, name)
+                    delattr(owner, name)
                 else:
-                    setattr(trainer, name, own)
+                    setattr(owner, name, own)
 
-        setattr(trainer, name, method)
+        setattr(owner, name, method)
         self._unguard.append(restore)
 
     def _close(self) -> None:

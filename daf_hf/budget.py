@@ -10,6 +10,7 @@ from typing import Any
 
 from .config import AUTO, RECOMMENDED, DAFConfig
 from .control import listen
+from .forks import BUDGET, free_after_fork
 from .governor import Change, Governor, Watchman
 from .memory_left import MemoryLeft
 from .planning import Planner
@@ -51,7 +52,7 @@ class Budget:
         self._schedule = Schedule(config.budget_schedule)
         self._compressor = compressor
         self._planner = planner
-        self._lock = threading.RLock()
+        self._lock = free_after_fork(threading.RLock(), BUDGET)
         self._told = False
         self._asked = config.budget_bytes
         self._step = 0
@@ -105,6 +106,13 @@ class Budget:
         Raises:
             ValueError: see :meth:`daf_hf.schedule.Schedule.at`.
         """
+        if not self._step and self._schedule:
+            for at in self._schedule.beyond(steps):
+                logger.warning(
+                    "daf_hf: budget_schedule has the step %s, but this training ends with step %d",
+                    at,
+                    steps,
+                )
         self._step += 1
         scheduled = self._schedule.at(step, steps) if self._schedule else None
         if scheduled is not None and scheduled != self.scheduled_mb:

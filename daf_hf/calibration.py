@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from . import zero_bits
 from .batches import Inputs, NothingToLearnError, batch_of, cut, scalar_loss
+from .chunked_loss import own_graph
 from .codec_times import now
 from .codecs import Codec
 from .gauge import Gauge
@@ -99,8 +100,7 @@ class Calibration:
         self._inputs = inputs
         self._whole = batch_of(inputs)
         self._gauge = Gauge(compressor)
-        limit = compressor.arena.limit_bytes if limit_bytes is None else limit_bytes
-        self._limit = limit * SHARE_OF_BUDGET
+        self._limit_bytes = limit_bytes
         self.plain_bytes = 0
         self.least_bytes = 0.0
         self.token_seconds: float | None = None
@@ -154,6 +154,12 @@ class Calibration:
             moves = self._within_budget(bytes_per_token, self._moves_at)
         with moved(moves):
             self._within_budget(bytes_per_token, self._measure_at)
+
+    def _limit(self) -> float:
+        """What graphs may hold, now: the budget may change while they are made."""
+        asked = self._limit_bytes
+        limit = self.compressor.arena.limit_bytes if asked is None else asked
+        return limit * SHARE_OF_BUDGET
 
     # Sizes and distortions ---------------------------------------------------------------------
 
@@ -221,7 +227,7 @@ class Calibration:
         whole = self._whole
         # Attention grows with the square of the tokens, so a linear guess is on the low side.
         per_example = max(1.0, 1.2 * bytes_per_token * whole.tokens)
-        fitting = self._limit / per_example
+        fitting = self._limit() / per_example
         examples = self.compressor.config.calibration_batch
         # One example alone has no gradient where a loss compares it with others of its batch.
         size = self._size(min(examples, max(2, int(min(fitting, examples)))), whole.tokens)
@@ -263,6 +269,7 @@ class Calibration:
                     graph, self._gauge, self._codecs, self._bits, self._errors, reference
                 )
                 for site in due:
+                    graph.check()
                     if site in graph.items:
                         weighted[site] = weighted.get(site, 0.0) + weight * self._value(site, probe)
                         if site in at_zero_too:
@@ -282,7 +289,7 @@ class Calibration:
         """Measure plain training's time, on a graph of this size."""
         args, kwargs = cut(self._inputs, 0, size)
         device = self.compressor.device
-        with _blaming_the_model():
+        with _blaming_the_model(), own_graph():
             began = now(device)
             loss = scalar_loss(self._forward(*args, **kwargs), self.compressor.config.seed)
             torch.autograd.grad(loss, self._parameters, allow_unused=True)

@@ -14,6 +14,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ _FIELDS = (
 _SESSION = ("_calibration_failed", "_calibration_needs", "_judged")
 _SCHEDULE = ("calibrated_at", "for_change", "last_seconds")
 _PLACEMENT = ("calibrated", "frugal")
-_PLANNER = ("_corrections", "_overlap", "token_seconds")
+_PLANNER = ("_corrections", "_rounds", "token_seconds")
 _OPTIONS = (
     *("bits", "importance", "codec", "include", "exclude", "skip_padding", "derive"),
     "checkpoint_inputs",
@@ -69,7 +70,7 @@ def save(session: Session, folder: str | os.PathLike[str]) -> None:
     path = Path(folder) / FILE
     unfinished = path.with_suffix(".tmp")
     try:
-        torch.save(_state(session), unfinished)
+        _write(_state(session), unfinished)
         unfinished.replace(path)
     except (OSError, RuntimeError) as error:  # torch's word for a full disk
         unfinished.unlink(missing_ok=True)
@@ -92,10 +93,7 @@ def restore(session: Session, folder: str | os.PathLike[str]) -> bool:
         logger.warning("daf_hf: %s is missing: all is measured anew", path)
         return False
     try:
-        with torch.serialization.safe_globals(list(_CLASSES)):
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        if state["parts"] != _PARTS:
-            raise ValueError("it is another version's")
+        state = _read(path)
     except Exception as error:  # a file that is broken anywhere may raise anything
         reason = f"{type(error).__name__}: {error}"
         logger.warning("daf_hf: %s cannot be read (%s): all is measured again", path, reason)
@@ -108,6 +106,34 @@ def restore(session: Session, folder: str | os.PathLike[str]) -> bool:
         return False
     session.recall = functools.partial(_recall, session, state)
     return True
+
+
+def _write(state: dict[str, Any], path: Path) -> None:
+    """Write a state with its digest: not every flipped bit is noticed by what reads it."""
+    written = BytesIO()
+    torch.save(state, written)
+    content = bytearray(written.getbuffer())
+    digest = hashlib.sha256(content).hexdigest()
+    torch.save({"digest": digest, "state": torch.frombuffer(content, dtype=torch.uint8)}, path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What :func:`save` wrote.
+
+    Raises:
+        Exception: it is damaged, or another version's.
+    """
+    written = torch.load(path, map_location="cpu", weights_only=True)
+    if "state" not in written:
+        raise ValueError("it is another version's")
+    state = written["state"].numpy().tobytes()
+    if hashlib.sha256(state).hexdigest() != written["digest"]:
+        raise ValueError("it is damaged: its digest is another")
+    with torch.serialization.safe_globals(list(_CLASSES)):
+        found = torch.load(BytesIO(state), map_location="cpu", weights_only=True)
+    if found["parts"] != _PARTS:
+        raise ValueError("it is another version's")
+    return found
 
 
 def _what_differs(session: Session, state: dict[str, Any]) -> str:

@@ -24,6 +24,9 @@ logger = logging.getLogger("daf_hf")
 TIMEOUT = 30.0
 """Seconds to wait for an answer."""
 
+LISTENING = 1.0
+"""Seconds to wait for what somebody says who has connected: others wait meanwhile."""
+
 _LINE_BYTES = 4096
 
 
@@ -128,7 +131,7 @@ class _Listener:
             while True:
                 connection, _ = self._socket.accept()
                 with connection, suppress(OSError):  # whoever asked is gone
-                    connection.settimeout(TIMEOUT)
+                    connection.settimeout(LISTENING)
                     connection.sendall(f"{self._answer(_line(connection))}\n".encode())
 
     def _answer(self, budget_mb: str) -> str:

@@ -57,17 +57,17 @@ class compress_activations:
             session.begin_step(0)
             _SESSIONS[model] = session
         self._session = session
-        self._scope: Any = None
-        self._outermost = False
+        self._entered: list[tuple[Any, bool]] = []
 
     def __enter__(self) -> compress_activations:
         active = Session.of(self._session.compressor.model)
         if active not in (None, self._session):
             raise ValueError(_OTHER_OPTIONS)
-        self._outermost = not self._session.installed
+        outermost = not self._session.installed
         self._session.install()
-        self._scope = self._session.compressor.scope()
-        self._scope.__enter__()
+        scope = self._session.compressor.scope()
+        scope.__enter__()
+        self._entered.append((scope, outermost))
         return self
 
     def __exit__(
@@ -76,10 +76,11 @@ class compress_activations:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        scope, outermost = self._entered.pop()
         try:
-            self._scope.__exit__(kind, error, traceback)
+            scope.__exit__(kind, error, traceback)
         finally:
-            if self._outermost:
+            if outermost:
                 self._session.remove()
 
     def step(self) -> None:

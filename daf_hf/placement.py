@@ -21,6 +21,7 @@ from .checkpointed import EXACT_BITS
 from .codecs import BINARY, Codec
 from .config import DAFConfig
 from .dropout import Draws
+from .forks import INNER, free_after_fork
 from .giving_way import GivingWay, Way
 from .kernels import get_backend
 from .kernels.format import MAX_BITS
@@ -69,6 +70,8 @@ class Placement:
         frugal: the budget was too small even to calibrate.
         unplanned: sites seen since the last calibration that no plan knows.
         giving_way: what is held exactly, and need not be.
+        release_when_free: gives back all memory that holds nothing, at once or, where the lock is
+            held, by its next holder; called with None.
         room: finds room under the budget.
     """
 
@@ -90,9 +93,11 @@ class Placement:
         self.calibrated = False
         self.frugal = False
         self.unplanned: set[SaveSite] = set()
-        self.lock = threading.Lock()
+        self.lock = free_after_fork(threading.Lock(), INNER)
         self.ends = DeferredEnds(self.lock)
+        self.release_when_free = self.ends.later(self._release_idle)
         self._spill = SpillFile(config.spill_mb * 1e6)
+        self._spilling: list[float] = []  # budgets that had no room, of which nobody was told
         if config.on_overflow == "spill":
             self.arena.spill = self._spill_planes
         self.giving_way = GivingWay(self)
@@ -349,12 +354,7 @@ class Placement:
         spill = self._spill_file()
         if not self.refuses and spill.fits(flat.nbytes):
             if not self.ledger.counts.get("spilled") and self._config.on_overflow == "error":
-                logger.warning(
-                    "daf_hf: the budget of %g MB has no room for all that this step saves beside "
-                    "what is held exactly and at the fewest bits; the rest is spilled to a file, "
-                    "which is slow",
-                    self.arena.limit_bytes / 1e6,
-                )
+                self._spilling.append(self.arena.limit_bytes)
             self.ledger.count("spilled")
             return Spilled(site, flat, spill)
         if not self.refusal:
@@ -376,11 +376,31 @@ class Placement:
             self._spill = SpillFile(self._config.spill_mb * 1e6)
         return self._spill
 
+    def tell(self) -> None:
+        """Warn of what was spilled; not while the lock is held, which who listens may want."""
+        while self._spilling:
+            logger.warning(
+                "daf_hf: the budget of %g MB has no room for all that this step saves beside what "
+                "is held exactly and at the fewest bits; the rest is spilled to a file, which is "
+                "slow",
+                self._spilling.pop() / 1e6,
+            )
+
     def take_refusal(self) -> BudgetError | None:
         """The error that a forward pass without enough room ends in; None when it had enough."""
         with self.lock:
             refusal, self.refusal = self.refusal, Refusal()
         return refusal.error() if refusal else None
+
+    def release_idle(self) -> None:
+        """Pack what waits, and give back all memory that holds nothing; takes the lock."""
+        with self.lock:
+            self.settle()
+            self._release_idle()
+
+    def _release_idle(self, _: object = None) -> None:
+        self.arena.trim()
+        self.workspace.clear()
 
     def settle(self) -> bool:
         """Pack what waits for it, and run what waits for the lock; False when nothing did.

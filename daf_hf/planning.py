@@ -28,6 +28,7 @@ logger = logging.getLogger("daf_hf")
 _PLANS_KEPT = 256
 _CHOICES_KEPT = 4
 _FORWARDS_MAX = 64
+_ROUNDS_KEPT = 8
 _EMPTY_SHARE = 0.05
 
 
@@ -121,7 +122,7 @@ class Planner:
         self._choices: OrderedDict[Any, Choices] = OrderedDict()
         self._corrections: OrderedDict[Any, int] = OrderedDict()
         self._forwards = 0
-        self._overlap = 1
+        self._rounds: list[int] = []
         self._base = 0.0
 
     def forget(self) -> None:
@@ -207,10 +208,16 @@ class Planner:
         if not self._forwards or held < self._base + share:
             # What is held before the first of them is no part of any: it was saved outside the
             # model (a checkpoint around it, embeddings). Small differences make no other plan.
+            if self._forwards:
+                self._rounds = [*self._rounds, self._forwards][-_ROUNDS_KEPT:]
             self._forwards = 0
             self._base = math.ceil(held / share) * share if held >= share else 0
         self._forwards = min(self._forwards + 1, _FORWARDS_MAX)
-        self._overlap = max(self._overlap, self._forwards)
+
+    @property
+    def _overlap(self) -> int:
+        """Forward passes that are held at once: the most of the last rounds."""
+        return max(1, self._forwards, *self._rounds)
 
     def choices(self, key: Any, batch: Batch) -> Choices:
         """What there is to choose from for inputs of this signature and size."""

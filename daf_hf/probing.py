@@ -50,7 +50,7 @@ class Graph(Pass):
         compressor: tells parameters apart and names sites.
         forward: the model's own forward.
         inputs: its arguments.
-        limit_bytes: what the kept tensors may take.
+        limit_bytes: gives what the kept tensors may take at the moment.
 
     Raises:
         ProbeTooLargeError: when they would take more.
@@ -67,13 +67,13 @@ class Graph(Pass):
         compressor: Compressor,
         forward: Callable[..., Any],
         inputs: Inputs,
-        limit_bytes: float,
+        limit_bytes: Callable[[], float],
     ) -> None:
         super().__init__(compressor, inputs)
         self.batch = batch_of(inputs)
         self.items: dict[SaveSite, list[Item]] = {}
         self._derived: list[Item] = []
-        self._limit = limit_bytes
+        self._limit_bytes = limit_bytes
         self.takes_first = self.runs_again = False
         self._leaves: list[Tensor] = []
         self.scale = 1.0
@@ -84,9 +84,13 @@ class Graph(Pass):
             self.loss = scalar_loss(forward(*args, **kwargs), compressor.config.seed)
         self._look()
 
-    def _first(self, item: Item, tensor: Tensor) -> Item:
-        if self.nbytes > self._limit:
+    def check(self) -> None:
+        """Raise `ProbeTooLargeError` where it holds more than it may."""
+        if self.nbytes > self._limit_bytes():
             raise ProbeTooLargeError
+
+    def _first(self, item: Item, tensor: Tensor) -> Item:
+        self.check()
         if self._follows(item, tensor):
             self._derived.append(item)
         self.items.setdefault(item.site, []).append(item)

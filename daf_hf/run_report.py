@@ -45,10 +45,13 @@ def read_log(run: str | Path) -> list[dict[str, float]]:
     path = _state_file(Path(run))
     try:
         logged = json.loads(path.read_text(encoding="utf-8"))["log_history"]
+        rows = [
+            {"step": int(row["step"]), **{n: float(row[n]) for n in FIGURES if n in row}}
+            for row in logged
+            if "daf/held_mb" in row
+        ]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not the state of a Trainer ({error!r})") from error
-    names = ("step", *FIGURES)
-    rows = [{n: row[n] for n in names if n in row} for row in logged if "daf/held_mb" in row]
     if not rows:
         raise ValueError(
             f"{path} has no steps that were logged with DAFCallback: see logging_steps"

@@ -186,10 +186,7 @@ class Compressor:
 
     def release_idle(self) -> None:
         """Give back all memory that holds nothing."""
-        with self.lock:
-            self.placement.settle()
-            self.arena.trim()
-            self.workspace.clear()
+        self.placement.release_idle()
 
     # Pack and unpack ---------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral, Real
 from typing import Any
 
 from .user_objects import load_object
@@ -31,7 +32,12 @@ def check_schedule(value: Any) -> Spec:
             found: Any = value
             return found
         raise ValueError(f"budget_schedule={value!r}: {_ALLOWED}")
-    return tuple(_pair(pair) for pair in value)
+    pairs = tuple(_pair(pair) for pair in value)
+    steps = [at for at, _ in pairs]
+    twice = next((at for at in steps if steps.count(at) > 1), None)
+    if twice is not None:
+        raise ValueError(f"budget_schedule has the step {twice!r} twice: which budget holds there?")
+    return pairs
 
 
 def _pair(pair: Any) -> tuple[int | float, float]:
@@ -39,6 +45,10 @@ def _pair(pair: Any) -> tuple[int | float, float]:
         at, budget_mb = pair
     except (TypeError, ValueError):
         raise ValueError(f"budget_schedule has {pair!r}: {_ALLOWED}") from None
+    if isinstance(at, Integral) and not isinstance(at, bool):
+        at = int(at)  # NumPy's too
+    elif isinstance(at, Real):
+        at = float(at) if not isinstance(at, bool) else at
     if isinstance(at, bool) or not isinstance(at, (int, float)) or not at >= 0:
         raise ValueError(f"budget_schedule has the step {at!r}: {_ALLOWED}")
     if isinstance(at, float) and at > 1:
@@ -100,10 +110,24 @@ class Schedule:
                 something else than a positive number.
         """
         if self._call is not None:
-            return checked_mb(self._call(step, steps))
+            try:
+                found = self._call(step, steps)
+            except Exception as error:
+                name = getattr(self._call, "__qualname__", repr(self._call))
+                raise ValueError(
+                    f"budget_schedule: {name}({step}, {steps}) raised {error!r}; it is called with "
+                    "the step and the number of steps, and returns MB"
+                ) from error
+            return checked_mb(found)
         begun = [(self._step(at, steps), budget_mb) for at, budget_mb in self._pairs]
         begun = sorted((pair for pair in begun if pair[0] <= step), key=lambda pair: pair[0])
         return begun[-1][1] if begun else None
+
+    def beyond(self, steps: int | None) -> list[int | float]:
+        """The steps of pairs that a training of so many steps never comes to."""
+        if steps is None:
+            return []
+        return [at for at, _ in self._pairs if self._step(at, steps) >= steps]
 
     @staticmethod
     def _step(at: int | float, steps: int | None) -> int:

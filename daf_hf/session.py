@@ -141,7 +141,8 @@ class Session:
             return
         self.installed = self.budget.installed = False
         self.compressor.tracker.remove()
-        self.compressor.release_idle()
+        # A garbage collection may have brought us here, in a thread that holds the lock.
+        self.compressor.placement.release_when_free(None)
         if self._restore is not None:
             self._restore()
             self._restore = None
@@ -247,6 +248,7 @@ class Session:
         current.scope.close()
         self.compressor.rows = None
         error = self.compressor.placement.take_refusal()
+        self.compressor.placement.tell()
         ranks = self.ranks if current.tells else ALONE
         if not completed:
             return ranks.fail(sys.exc_info()[1])
@@ -366,6 +368,7 @@ class Session:
         self._steps_here += 1
         self.budget.running = True
         self.compressor.placement.refuses = False
+        self.compressor.placement.tell()
         self._resident.sample()
         trim_heap()
 

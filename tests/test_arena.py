@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -273,3 +274,24 @@ def test_segments_are_where_the_arena_is_told():
     arena = Arena(math.inf, torch.device("cpu"))
     arena.insert(stored())
     assert all(s.device == arena.device for s in arena.space.segments)
+
+
+def test_a_plane_that_cannot_be_read_keeps_its_turn(monkeypatch):
+    """No memory to copy it into before it is spilled: it is demoted another time."""
+    arena = Arena(math.inf)
+    arena.spill = lambda pages: None
+    kept = [stored(pages=4) for _ in range(3)]
+    assert all(arena.insert(each) for each in kept)
+
+    def fails(table):
+        raise RuntimeError("can't allocate memory")
+
+    held = arena.held_bytes
+    with monkeypatch.context() as patch:
+        patch.setattr(arena._segments, "read", fails)
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="allocate"):
+                arena.set_limit(held / 2)
+    arena.check()
+    assert arena.set_limit(held / 2)
+    arena.check()

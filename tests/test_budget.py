@@ -10,7 +10,7 @@ import threading
 
 import pytest
 import torch
-from tiny import MODELS, Watch, batch, build, compressed, loss_of, nothing_held
+from tiny import MODELS, Watch, batch, build, compressed, gradients, loss_of, nothing_held
 
 from daf_hf import BudgetError, compress_activations
 
@@ -298,3 +298,27 @@ def test_the_same_options_around_each_micro_batch(bert_model, bert_batch):
 def test_fractions_need_a_trainer(bert_model):
     with pytest.raises(ValueError, match="use step numbers"):
         compress_activations(bert_model, budget_mb=0.5, budget_schedule=[(0.5, 0.4)])
+
+
+def test_who_hears_of_what_is_spilled_may_ask_for_the_report(caplog):
+    """A handler of the log that reads the report: nothing is told while the lock is held."""
+    model, inputs = build("bert"), batch("bert")
+    daf, _ = compressed(model, 0.3, calibrate_at=(0,))
+    gradients(model, inputs, daf)
+    daf.step()
+    reports = []
+
+    class Asking(logging.Handler):
+        def emit(self, record):
+            reports.append((record.getMessage(), daf.report.held_bytes_peak))
+
+    logger, handler = logging.getLogger("daf_hf"), Asking()
+    logger.addHandler(handler)
+    try:
+        daf._session.budget.running = False  # else it is raised to the least that would do
+        daf.set_budget(0.05)
+        gradients(model, inputs, daf)
+        daf.step()
+    finally:
+        logger.removeHandler(handler)
+    assert any("the rest is spilled" in message for message, _ in reports)

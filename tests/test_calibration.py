@@ -23,8 +23,9 @@ from tiny import (
 )
 from torch import nn
 
-from daf_hf import compress_activations
+from daf_hf import calibration, compress_activations
 from daf_hf.batches import scalar_loss
+from daf_hf.probing import Graph
 
 
 def state_of(model):
@@ -482,3 +483,30 @@ def test_results_of_relu_are_read_for_their_sign():
     found = [s for s in compressor.tracker.sites.values() if s.consumer == "ReluBackward0.result"]
     assert found
     assert all(site.option.bits == 1 and site.option.cost == 0 for site in found)
+
+
+def test_a_fall_is_followed_by_what_a_calibration_holds(monkeypatch):
+    """What is measured after it is held within the new budget."""
+    model, inputs = build("gpt2"), batch("gpt2", 16, 32)
+    daf, compressor = compressed(model, 3.0)
+    built = []
+
+    class Built(Graph):
+        def __init__(self, *args):
+            built.append(0)
+            super().__init__(*args)
+            if len(built) == 2:  # the pilot was the first
+                daf.set_budget(0.3)
+
+        def _first(self, item, tensor):
+            found = super()._first(item, tensor)
+            if len(built) > 2:
+                assert self.nbytes <= 0.3e6 + tensor.nbytes
+            return found
+
+    monkeypatch.setattr(calibration, "Graph", Built)
+    with daf:
+        loss = loss_of(model(**inputs))
+    assert len(built) > 2
+    assert compressor.arena.held_bytes <= 0.3e6
+    loss.backward()

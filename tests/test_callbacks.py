@@ -589,3 +589,36 @@ def test_convergence(tmp_path):
     assert accuracies[0] > 0.9
     assert accuracies[1] > accuracies[0] - 0.03
     assert losses[1] < losses[0] + 0.1
+
+
+@pytest.mark.parametrize("event", ["on_train_begin", "on_epoch_begin", "on_step_begin", "on_log"])
+def test_what_another_callback_raises_leaves_nothing(tmp_path, event):
+    def fails(*_, **__):
+        raise ZeroDivisionError(event)
+
+    failing = TrainerCallback()
+    setattr(failing, event, fails)
+    trainer = trainer_of(tmp_path, [DAFCallback(budget_mb=0.3), failing])
+    before = set(trainer.__dict__)
+    with pytest.raises(ZeroDivisionError, match=event):
+        trainer.train()
+    assert clean(trainer)
+    own = {"_run_epoch", "training_step", "compute_loss_context_manager"}
+    assert not own & (set(trainer.__dict__) - before)
+    trainer.remove_callback(failing)
+    trainer.train()
+    assert clean(trainer)
+    assert "call_event" not in trainer.callback_handler.__dict__
+
+
+def test_the_time_of_plain_steps_is_no_loss_outside(tmp_path, caplog):
+    callback = DAFCallback(budget_mb=0.5, time_budget=0.5)
+    trainer_of(tmp_path, [callback]).train()
+    assert not [r for r in caplog.records if "computed outside of the model" in r.getMessage()]
+
+
+def test_a_schedule_that_outlasts_the_training(tmp_path, caplog):
+    callback = DAFCallback(budget_mb=0.5, budget_schedule=[[0, 0.4], [100, 0.3]])
+    trainer_of(tmp_path, [callback]).train()
+    told = [r.getMessage() for r in caplog.records if "has the step 100" in r.getMessage()]
+    assert len(told) == 1 and "ends with step 4" in told[0]

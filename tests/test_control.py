@@ -180,3 +180,14 @@ def test_a_forked_child_does_not_answer_for_its_parent(training):
             os._exit(0 if control._listener is None else 1)
         assert os.waitpid(child, 0)[1] == 0
         assert "0.28 MB" in ask(os.getpid(), "0.28")
+
+
+def test_who_says_nothing_does_not_keep_others_waiting(monkeypatch, training):
+    monkeypatch.setattr(control, "LISTENING", 0.1)
+    daf, _ = training()
+    with daf:
+        path = control._folder(os.getuid()) / f"{os.getpid()}.sock"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+            silent.connect(str(path))
+            monkeypatch.setattr(control, "TIMEOUT", 5)
+            assert "0.2 MB" in ask(os.getpid(), "0.2")

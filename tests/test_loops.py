@@ -11,7 +11,8 @@ import torch
 from tiny import Watch, batch, build, hooks_on_stack, loss_of, nothing_held, relative_error, same
 from torch import nn
 
-from daf_hf import BudgetError, MemoryReport, compress_activations
+from daf_hf import BudgetError, DAFConfig, MemoryReport, compress_activations, loops
+from daf_hf.session import Session
 
 
 def gradients_of(model):
@@ -212,3 +213,47 @@ def test_a_budget_set_meanwhile_lasts_from_block_to_block():
         sessions.add(daf._session)
     assert len(sessions) == 1
     assert daf.report.budget_bytes == 0.4e6
+
+
+def test_a_block_within_itself():
+    """One object, entered twice: the outer block goes on when the inner one ends."""
+    model, inputs = build("bert"), batch("bert")
+    daf = compress_activations(model, budget_mb=0.3)
+    with daf:
+        with daf:
+            loss_of(model(**inputs)).backward()
+        assert hooks_on_stack() is not None
+        loss_of(model(**inputs)).backward()
+        assert 0 < daf.report.held_bytes_peak <= 0.3e6
+    assert hooks_on_stack() is None
+    assert "forward" not in model.__dict__
+
+
+def test_a_session_that_ends_in_a_garbage_collection(monkeypatch):
+    """In the thread that holds the lock: what restores a tensor meets the end of the session."""
+    model, inputs = build("bert"), batch("bert")
+    daf = compress_activations(model, budget_mb=0.3)
+    with daf:
+        loss_of(model(**inputs)).backward()
+        daf.step()
+        loss = loss_of(model(**inputs))
+        placement = daf._session.compressor.placement
+        ring = [daf._session]
+        ring.append(ring)
+        decode, ended = placement._pages.decode, []
+
+        def collecting(*args):
+            gc.collect()
+            ended.append("forward" not in model.__dict__)
+            return decode(*args)
+
+        monkeypatch.setattr(placement._pages, "decode", collecting)
+        weakref.finalize(daf._session, ended.append, "gone")
+        loops._SESSIONS.pop(model)
+        daf._session = None
+        del ring
+        loss.backward()
+        daf._session = Session(model, DAFConfig())
+    assert "gone" in ended and ended[-1] is True
+    assert hooks_on_stack() is None
+    assert not placement.arena.held_bytes

@@ -213,3 +213,23 @@ def test_what_was_learnt_before_anything_was_measured_is_forgotten(bert_model, b
             assert not compressor.placement.calibrated and any(planner._corrections.values())
     assert compressor.placement.calibrated
     assert errors[2] < 1.5 * errors[4]
+
+
+def test_passes_that_overlapped_once_are_forgotten():
+    """As when outputs of several passes were kept by mistake."""
+    model, inputs = build("bert"), batch("bert")
+    daf, _ = compressed(model, 0.5)
+    gradients(model, inputs, daf)
+    daf.step()
+    planner = daf._session.planner
+    gradients(model, inputs, daf)
+    least = planner.least_bytes
+    with daf:
+        kept = [model(**inputs) for _ in range(5)]
+    assert planner._overlap == 5
+    del kept
+    for _ in range(12):
+        gradients(model, inputs, daf)
+        daf.step()
+    assert planner._overlap == 1
+    assert planner.least_bytes <= 1.05 * least

@@ -25,7 +25,7 @@ def gradients_by_graph(dtype):
     model, trained = weak(dtype)
     compressor = compressed(model, 1.0)[1]
     compressor.learn_parameters()
-    with Graph(compressor, model.forward, ((), batch("gpt2")), 1e9) as graph:
+    with Graph(compressor, model.forward, ((), batch("gpt2")), lambda: 1e9) as graph:
         graph.find_readers()
         found = graph.gradients(list(trained.values()))
         return {

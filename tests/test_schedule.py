@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from daf_hf.schedule import Schedule, check_schedule
@@ -73,3 +74,27 @@ def test_a_callable_must_give_a_budget():
 def test_an_empty_schedule_says_nothing():
     assert not Schedule(check_schedule([]))
     assert Schedule(check_schedule([[0, 1]])) and Schedule(max)
+
+
+def test_numpys_numbers():
+    assert check_schedule([[np.int64(3), np.float32(2)], [np.float64(0.5), 1]]) == (
+        (3, 2),
+        (0.5, 1),
+    )
+
+
+def test_a_step_with_two_budgets():
+    with pytest.raises(ValueError, match="the step 3 twice"):
+        check_schedule([[3, 2], [3, 4]])
+
+
+@pytest.mark.parametrize("call", [lambda step: 5, lambda step, steps: 1 / 0, len])
+def test_a_callable_that_fails_is_named(call):
+    with pytest.raises(ValueError, match=r"budget_schedule: .* raised .*Error"):
+        Schedule(check_schedule(call)).at(3, 10)
+
+
+def test_steps_that_never_come():
+    schedule = Schedule(check_schedule([[0, 5], [1.0, 2], [100, 3], [0.5, 4], [11, 1]]))
+    assert schedule.beyond(12) == [1.0, 100]
+    assert schedule.beyond(None) == []
