@@ -7,6 +7,9 @@ import re
 import torch
 from torch import Tensor, nn
 
+ROUNDING = 16
+"""Epsilons of its module's largest gradient that a gradient may have from rounding alone."""
+
 MODULES_TO_SAVE = ".modules_to_save."
 """In the name of a parameter that PEFT trains in full beside the adapters."""
 
@@ -21,7 +24,7 @@ class GradientError:
 
     A gradient that is nothing but rounding does not count: that of a key's bias, which softmax does
     not see, is zero but for rounding, and any error of it as large as itself. What a parameter's
-    gradient is off by is relative to no less than an epsilon of its module's largest.
+    gradient is off by is relative to no less than some epsilons of its module's largest.
 
     Args:
         model: all of its parameters that require a gradient are taken to be trained.
@@ -49,7 +52,7 @@ class GradientError:
             for kind, norm in zip(kinds, norms, strict=True):
                 if norm > 0:
                     first = self.parameters[kind[0]]
-                    rounding = torch.finfo(first.dtype).eps ** 2 * max(norms)
+                    rounding = (ROUNDING * torch.finfo(first.dtype).eps) ** 2 * max(norms)
                     count = sum(self.parameters[index].numel() for index in kind)
                     changed = squared_norm([change[index] for index in kind])
                     beside = self._beside[kind[0]]
