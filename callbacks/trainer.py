@@ -70,6 +70,8 @@ class DAFCallback(TrainerCallback):
         self._reports: tuple[MemoryReport, ...] = ()
         self._covers_loss = False
         self._shown = False
+        self._installed = False
+        self._before: Session | None = None
         self._unguard: list[Callable[[], None]] = []
         self._loss_watch: LossWatch | None = None
 
@@ -136,6 +138,7 @@ class DAFCallback(TrainerCallback):
                 logger.info("daf_hf: what was measured is taken from %s", checkpoint)
             self.config = session.config
             self._session = session
+        self._before = Session.of(session.compressor.model)
         handler = _caller(CallbackHandler)
         if handler is not None:
             self._guard(handler, "call_event")
@@ -218,7 +221,16 @@ class DAFCallback(TrainerCallback):
     def _install(self) -> None:
         """Begin to compress, unless that was done."""
         session = self._session
-        if session is None or session.installed:
+        if session is None or self._installed:  # perhaps a later callback has ended it since
+            return
+        self._installed = True
+        other, before = Session.of(session.compressor.model), self._before
+        self._before = None
+        if other not in (None, before):
+            logger.warning(
+                "daf_hf: a later callback compresses this model; budget_mb=%s does not count",
+                self.config.budget_mb,
+            )
             return
         session.install()
         trainer = _caller(Trainer)
@@ -290,6 +302,7 @@ class DAFCallback(TrainerCallback):
         for restore in self._unguard:
             restore()
         self._unguard.clear()
+        self._installed = False
         if self._session is not None:
             self._report = self._session.report(self._optimizer)
             self._session.remove()

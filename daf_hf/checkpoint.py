@@ -14,6 +14,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,8 @@ def restore(session: Session, folder: str | os.PathLike[str]) -> bool:
         says why); training then starts by measuring.
     """
     path = Path(folder) / FILE
+    with suppress(OSError):
+        path.with_suffix(".tmp").unlink(missing_ok=True)  # of a run that was killed as it wrote
     if not path.is_file():
         logger.warning("daf_hf: %s is missing: all is measured anew", path)
         return False

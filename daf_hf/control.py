@@ -75,6 +75,11 @@ def ask(pid: int, budget_mb: str) -> str:
             answer = _line(connection)
     except (FileNotFoundError, ConnectionRefusedError):
         raise ControlError(f"process {pid} does not train under daf_hf") from None
+    except TimeoutError:
+        raise ControlError(
+            f"process {pid} has not answered within {TIMEOUT:g} s: it may be stopped, and does "
+            "what was asked once it goes on"
+        ) from None
     except OSError as error:
         raise ControlError(f"process {pid} cannot be asked at {path}: {error}") from None
     outcome, _, text = answer.partition(" ")

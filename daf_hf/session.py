@@ -213,7 +213,7 @@ class Session:
     def _agree(self, inputs: Inputs) -> Terms:
         limit, undecided = self.compressor.arena.limit_bytes, self.budget.undecided
         if undecided:
-            due = self.schedule.calibrated_at is None
+            due = not self.compressor.placement.calibrated
         else:
             changed = bool(self.compressor.unplanned) and not self._calibration_failed
             due = math.isfinite(limit) and self.schedule.due(self.step, changed)
@@ -321,7 +321,7 @@ class Session:
         """Let a calibration choose the budget; none is taken where nothing can be measured yet.
 
         Raises:
-            RuntimeError: when the calibration failed.
+            RuntimeError: when the calibration failed, and there is no earlier budget to go on with.
         """
         compressor = self.compressor
         began = perf_counter()
@@ -329,6 +329,12 @@ class Session:
         if terms.due:
             self._calibrate(original, inputs, probe_room(compressor.device), terms.batch)
         if self._calibration_failed and not compressor.placement.calibrated:
+            if self.budget.running:
+                logger.warning(
+                    "daf_hf: budget_mb=%r: nothing could be measured; the budget stays", RECOMMENDED
+                )
+                self.budget.undecided = False
+                return
             raise RuntimeError(
                 f"budget_mb={RECOMMENDED!r}: nothing could be measured (the warning before this "
                 "says why). Use a number of MB, or shorter sequences."

@@ -172,3 +172,25 @@ def test_a_budget_that_cannot_be_met_is_refused_without_a_warning(caplog):
     with pytest.raises(BudgetError):
         warnings_of(0.8 * sweep_of().least_bytes / 1e6, caplog)
     assert "accuracy" not in caplog.text
+
+
+@pytest.mark.parametrize("possible", [True, False])
+def test_recommended_after_a_first_calibration_had_no_room(possible, caplog, monkeypatch):
+    """It is measured with the room that there is; where that fails, training goes on."""
+    model, inputs = build("bert"), batch("bert")
+    daf, compressor = compressed(model, 0.02, on_overflow="spill", calibrate_at=(0,))
+    for _ in range(2):
+        gradients(model, inputs, daf)
+        daf.step()
+    assert not compressor.placement.calibrated
+    before = compressor.arena.limit_bytes
+    if not possible:
+        monkeypatch.setattr("daf_hf.session.probe_room", lambda device: 1000.0)
+    daf.set_budget("recommended")
+    for _ in range(2):
+        gradients(model, inputs, daf)
+        daf.step()
+    assert compressor.placement.calibrated == possible
+    assert (compressor.arena.limit_bytes > before) == possible
+    assert not daf._session.budget.undecided
+    assert ("the budget stays" in caplog.text) != possible

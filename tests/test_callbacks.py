@@ -622,3 +622,17 @@ def test_a_schedule_that_outlasts_the_training(tmp_path, caplog):
     trainer_of(tmp_path, [callback]).train()
     told = [r.getMessage() for r in caplog.records if "has the step 100" in r.getMessage()]
     assert len(told) == 1 and "ends with step 4" in told[0]
+
+
+@pytest.mark.parametrize("second", ["callback", "attached"])
+def test_of_two_on_one_trainer_the_later_one_counts(tmp_path, second, caplog):
+    first, later = DAFCallback(budget_mb=0.4), DAFCallback(budget_mb=0.3)
+    trainer = trainer_of(tmp_path, [first] if second == "attached" else [first, later])
+    if second == "attached":
+        later = attach(trainer, budget_mb=0.3)
+    trainer.train()
+    assert 0.2 * MB < later.report.held_bytes_peak <= 0.3 * MB
+    assert first.report.held_bytes_peak == 0
+    told = [r for r in caplog.records if "a later callback" in r.getMessage()]
+    assert len(told) == 1
+    assert clean(trainer)
