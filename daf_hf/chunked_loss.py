@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any
 
 import torch
@@ -153,6 +154,25 @@ def chunk_rows(vocabulary: int) -> int:
     return max(1, CHUNK_ELEMENTS // vocabulary)
 
 
+def once(backward: Callable[..., Any]) -> Any:
+    """A backward pass that has none of its own: to ask for it raises at once.
+
+    ``once_differentiable`` would let pass what depends on the gradient's inputs alone.
+    """
+    without = once_differentiable(backward)
+
+    @wraps(backward)
+    def checked(ctx: Any, *incoming: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "gradients of gradients (create_graph=True) need logits that are there as a "
+                "whole; use chunked_loss=False"
+            )
+        return without(ctx, *incoming)
+
+    return checked
+
+
 class _SummedLoss(Function):
     @staticmethod
     def forward(ctx: Any, hidden, weight, bias, function, targets, options) -> Tensor:
@@ -171,7 +191,7 @@ class _SummedLoss(Function):
         return total
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, incoming: Tensor) -> Any:
         gradient, hidden, weight, bias, targets = ctx.saved_tensors
         found: list[Tensor | None] = [None, None]
@@ -197,7 +217,7 @@ def _chunk_by_chunk(
     kept = (targets != options["ignore_index"]).nonzero().squeeze(1)
     needed = hidden.requires_grad
     gradient = torch.zeros_like(hidden) if needed else None
-    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    total = torch.zeros((), dtype=_summed_in(hidden.dtype), device=hidden.device)
     for rows in kept.split(chunk_rows(head[0].shape[0])):
         logits = function.head(hidden[rows], *head)
         with own_graph():
@@ -223,7 +243,7 @@ def _fused(
     hidden = hidden.detach().requires_grad_(needed)
     with own_graph(), function.autocasting():
         weight, bias = head
-        loss = by(hidden, weight, targets, bias=bias, reduction="sum", **options)
+        loss = by(hidden, weight, targets.long(), bias=bias, reduction="sum", **options)
         return loss.detach(), torch.autograd.grad(loss, hidden)[0] if needed else None
 
 
@@ -239,7 +259,7 @@ class _Reduced(Function):
         return torch.cat(found)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, incoming: Tensor) -> Any:
         hidden, weight, bias, index = ctx.saved_tensors
         of_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
@@ -268,7 +288,7 @@ def _again(
     """
     weight, bias = (ctx.function.cast(parameter) for parameter in head)
     sums = [
-        torch.zeros_like(parameter, dtype=torch.float32) if wanted else None
+        torch.zeros_like(parameter, dtype=_summed_in(parameter.dtype)) if wanted else None
         for parameter, wanted in zip(head, ctx.needs_input_grad[1:3], strict=True)
     ]
     of_weight, of_bias = sums
@@ -281,13 +301,18 @@ def _again(
         if of_hidden is not None:
             of_hidden[rows] = (of_logits @ weight).to(of_hidden.dtype)
         if of_weight is not None:
-            of_weight.addmm_(of_logits.t().float(), states.float())
+            of_weight.addmm_(of_logits.t().to(of_weight.dtype), states.to(of_weight.dtype))
         if of_bias is not None:
             of_bias += of_logits.sum(0)
     return [
         total.to(parameter.dtype) if total is not None and parameter is not None else None
         for total, parameter in zip(sums, head, strict=True)
     ]
+
+
+def _summed_in(dtype: torch.dtype) -> torch.dtype:
+    """float32, or float64 where that is what is summed."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 @contextmanager

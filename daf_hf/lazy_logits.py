@@ -14,10 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.function import Function, once_differentiable
+from torch import Tensor
+from torch.autograd.function import Function
 
-from .chunked_loss import Cast, RowFunction, own_graph, reduced, summed_cross_entropy
+from .chunked_loss import Cast, RowFunction, once, own_graph, reduced, summed_cross_entropy
 
 logger = logging.getLogger("daf_hf")
 
@@ -40,32 +40,45 @@ class LazyLogits(Tensor):
 
     Args:
         hidden: ``[..., width]``.
-        head: the linear layer, ``width`` to ``vocabulary``.
+        weight: of the head, ``[vocabulary, width]``.
+        bias: of the head, ``[vocabulary]``, or None.
         function: what maps hidden states to these values.
+        made_of: the logits that they are made of, row by row.
     """
 
     _hidden: Tensor
-    _head: nn.Linear
     _function: RowFunction
     _versions: tuple[int, ...]
+    _parameters: tuple[Tensor, Tensor | None]
     _whole: Tensor | None
     _used: bool
+    _made: bool
+    _wholes: list[tuple[Tensor, int]]
 
     @staticmethod
-    def __new__(cls, hidden: Tensor, head: nn.Linear, function: RowFunction) -> LazyLogits:
+    def __new__(
+        cls,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        function: RowFunction,
+        made_of: LazyLogits | None = None,
+    ) -> LazyLogits:
         with torch.no_grad(), _plain():  # no row of a head of one by one has the same dtype
-            bias = head.bias[:1] if head.bias is not None else None
-            nothing = function(hidden.new_empty((0, 1)), head.weight[:1, :1], bias)
+            first = bias[:1] if bias is not None else None
+            nothing = function(hidden.new_empty((0, 1)), weight[:1, :1], first)
 
         def empty() -> Tensor:
-            shape = (*hidden.shape[:-1], head.out_features)
+            shape = (*hidden.shape[:-1], weight.shape[0])
             return Tensor._make_wrapper_subclass(
                 cls, shape, dtype=nothing.dtype, device=hidden.device
             )
 
-        self: Any = _Unasked.apply(hidden, head.weight, head.bias, function, empty)
-        self._hidden, self._head, self._function = hidden, head, function
-        self._whole, self._used = None, False
+        self: Any = _Unasked.apply(hidden, weight, bias, function, empty)
+        self._hidden, self._parameters, self._function = hidden, (weight, bias), function
+        self._whole, self._used, self._made = None, False, made_of is not None
+        # Those that were computed, of all that are made of one head's: they may share memory.
+        self._wholes = [] if made_of is None else made_of._wholes
         self._versions = tuple(tensor._version for tensor in _inputs(self))
         return self
 
@@ -78,7 +91,8 @@ class LazyLogits(Tensor):
         if self._whole is None:
             self._check()
             with _plain(), torch.inference_mode(False), torch.enable_grad():
-                self._whole = self._function(self._hidden, self._head.weight, self._head.bias)
+                self._whole = self._function(self._hidden, *self._parameters)
+            self._wholes.append((self._whole, self._whole._version))
         return self._whole
 
     def then(
@@ -88,17 +102,23 @@ class LazyLogits(Tensor):
         self._check()
         self._used = True
         function = self._function if operation is None else self._function.then(operation)
-        return LazyLogits(self._hidden if hidden is None else hidden, self._head, function)
+        hidden = self._hidden if hidden is None else hidden
+        return LazyLogits(hidden, *self._parameters, function, self)
 
     def reduce(self, by: Callable[..., Tensor], *args: Any) -> Tensor:
         """Apply a function of :mod:`chunked_loss` to the rows, as ``[tokens, width]``."""
         self._check()
         self._used = True
         hidden = self._hidden.reshape(-1, self._hidden.shape[-1])
-        return by(hidden, self._head.weight, self._head.bias, self._function, *args)
+        return by(hidden, *self._parameters, self._function, *args)
 
     def _check(self) -> None:
         _check_versions(_inputs(self), self._versions)
+        if any(whole._version != version for whole, version in self._wholes):
+            raise RuntimeError(
+                "logits were changed in place before others that were made of them, or that they "
+                "are made of, are computed; use chunked_loss=False"
+            )
 
     @classmethod
     def __torch_function__(
@@ -107,14 +127,14 @@ class LazyLogits(Tensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         lazy = args[0] if args and isinstance(args[0], LazyLogits) else None
+        if lazy is not None and name in _TOO_LATE and (lazy._whole is None or lazy._used):
+            raise RuntimeError(
+                f"{name}() on logits that are never there as a whole; use chunked_loss=False"
+            )
         if lazy is not None and lazy._whole is None:
             if _is_fact(func, name):
                 with _plain():
                     return func(*args, **kwargs)
-            if name in _TOO_LATE:
-                raise RuntimeError(
-                    f"{name}() on logits that are never there as a whole; use chunked_loss=False"
-                )
             rule = _RULES.get(name) if torch.is_grad_enabled() else None
             found = rule(lazy, func, args[1:], kwargs) if rule is not None else None
             if found is not None:
@@ -142,7 +162,7 @@ class _Unasked(Function):
         return empty()
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, incoming: Tensor) -> Any:
         _check_versions(ctx.inputs, ctx.versions)
         needed = ctx.needs_input_grad[:3]
@@ -166,7 +186,7 @@ def _check_versions(inputs: Any, versions: Any) -> None:
 
 
 def _inputs(lazy: LazyLogits) -> list[Tensor]:
-    found = (lazy._hidden, lazy._head.weight, lazy._head.bias)
+    found = (lazy._hidden, *lazy._parameters)
     return [tensor for tensor in found if tensor is not None]
 
 
@@ -183,12 +203,14 @@ def _is_fact(func: Any, name: str) -> bool:
 
 def _on_whole(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Do it to the logits themselves; in place too, as long as nobody noted the old ones."""
-    changes = (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
+    changes = name.endswith("_") and not name.endswith("__")
     changes |= name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
+    changes |= name == "__get__" and getattr(func.__self__, "__name__", "") == "data"
+    changed = kwargs.get("out", args[0] if changes and args else None)
 
     def replaced(value: Any) -> Any:
         if isinstance(value, LazyLogits):
-            if changes and value._used:
+            if value is changed and (value._used or value._made):
                 raise RuntimeError(
                     f"{name}() changes logits that others were made of, before these are "
                     "computed; use chunked_loss=False"
@@ -276,7 +298,7 @@ def _getitem(lazy: LazyLogits, func: Any, args: tuple, kwargs: dict[str, Any]) -
     """Some of the rows: slices that leave the last dimension whole."""
     (index,) = args
     index = index if isinstance(index, tuple) else (index,)
-    if not all(part is Ellipsis or isinstance(part, (int, slice)) for part in index):
+    if not all(part is Ellipsis or type(part) in (int, slice) for part in index):
         return None
     found = torch.empty(lazy.shape, device="meta")[index]
     if not found.ndim or found.shape[-1] != lazy.shape[-1] or found.stride(-1) != 1:

@@ -27,9 +27,11 @@ class LazyHead(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         trained = input.requires_grad or self.weight.requires_grad
-        if not (trained and torch.is_grad_enabled()) or torch.compiler.is_compiling():
-            return super().forward(input)
-        return LazyLogits(input, self, RowFunction.here(input))
+        # Somebody may have kept this method, and call it after the compression has ended.
+        lazy = type(self) is LazyHead and not torch.compiler.is_compiling()
+        if not (lazy and trained and torch.is_grad_enabled()):
+            return nn.Linear.forward(self, input)
+        return LazyLogits(input, self.weight, self.bias, RowFunction.here(input))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return object.__new__, (nn.Linear,), self.__dict__.copy()
@@ -51,12 +53,14 @@ def chunk_losses(model: nn.Module, choice: bool | str) -> Callable[[], None]:
         What undoes it.
     """
     heads: list[Any] = []
+    refused: list[Any] = []
     for name, module in model.named_modules() if choice is not False else ():
         head = _output_embeddings(module)
-        if head is None or head in heads:
+        if head is None or any(head is other for other in (*heads, *refused)):
             continue
         reason = _refusal(module, head)
         if reason is not None:
+            refused.append(head)  # also where a part of this model has it
             level = logging.WARNING if choice is True else logging.INFO
             what = name or type(module).__name__
             logger.log(level, "daf_hf: chunked_loss leaves %s alone: %s", what, reason)
@@ -76,7 +80,8 @@ def _output_embeddings(module: nn.Module) -> Any:
     """The head of a language model of transformers, where this is one."""
     if not (hasattr(module, "config") and hasattr(module, "base_model_prefix")):
         return None
-    return module.get_output_embeddings()  # type: ignore[operator]
+    getter = getattr(module, "get_output_embeddings", None)
+    return getter() if callable(getter) else None
 
 
 def _refusal(module: Any, head: Any) -> str | None:

@@ -14,6 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    BertConfig,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
     Trainer,
     TrainingArguments,
 )
@@ -381,6 +384,128 @@ def test_what_could_be_wrong_raises(lazy):
     for late in (lambda: logits.softmax(-1), lambda: logits * 2, lambda: half.sum(-1)):
         with pytest.raises(RuntimeError, match=r"changed in place.*chunked_loss=False"):
             late()
+
+
+def ones(logits):
+    return nn.functional.cross_entropy(logits.view(-1, VOCABULARY), padded()["input_ids"].view(-1))
+
+
+CHANGES = {
+    "through a view": lambda t: t.view(-1, VOCABULARY)[:, :5].fill_(0),
+    "of a view": lambda t: t.view(-1, VOCABULARY).mul_(3),
+    "of an example": lambda t: t[0].mul_(3),
+    "of single tokens": lambda t: t[:, -1].fill_(0),
+    "of what a cast to the same gives": lambda t: t.float().mul_(3),
+    "by index, of a view": lambda t: t.view(-1, VOCABULARY).__setitem__((slice(None), 5), 0.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_in_place_of_what_shares_memory_is_never_lost(change, lazy):
+    """It reaches the loss, as it does plainly, or raises."""
+    model, logits = lazy
+    with torch.no_grad():
+        plain = model(padded()["input_ids"]).logits
+        CHANGES[change](plain)
+    try:
+        CHANGES[change](logits)
+        found = ones(logits)
+    except RuntimeError as error:
+        assert "chunked_loss=False" in str(error)
+    else:
+        torch.testing.assert_close(found, ones(plain))
+
+
+def test_a_change_of_a_part_that_others_were_made_of_before(lazy):
+    _, logits = lazy
+    shifted = logits[:, :-1]
+    with pytest.raises(RuntimeError, match=r"chunked_loss=False"):
+        shifted.data.mul_(3)
+    logits[..., 10:].mul_(0)
+    with pytest.raises(RuntimeError, match=r"changed in place.*chunked_loss=False"):
+        shifted.log_softmax(-1)
+
+
+def test_logits_may_be_copied_into_others(lazy):
+    _, logits = lazy
+    ones(logits)
+    expected = logits.detach() * 1
+    for copied in (torch.zeros(3, 9, VOCABULARY), torch.zeros(3, 9, VOCABULARY)):
+        with torch.no_grad():
+            copied[:] = logits
+            copied.copy_(logits)
+            copied += logits
+        torch.testing.assert_close(copied, 2 * expected)
+
+
+@pytest.mark.parametrize("hook", ["retain_grad", "register_hook"])
+def test_hooks_on_logits_that_were_reduced_before_raise(hook, lazy):
+    _, logits = lazy
+    ones(logits)
+    logits.argmax(-1)
+    with pytest.raises(RuntimeError, match=hook):
+        getattr(logits, hook)(*([print] if hook == "register_hook" else []))
+
+
+def test_the_weight_is_that_of_the_call():
+    model = causal_lm("llama", tie_word_embeddings=False)
+    ids = padded()["input_ids"]
+    weights = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    restore = chunk_losses(model, True)
+    logits = torch.func.functional_call(model, weights, (ids,)).logits
+    ones(logits).backward()
+    restore()
+    found = weights["lm_head.weight"].grad.clone()
+    ones(torch.func.functional_call(model, weights, (ids,)).logits).backward()
+    torch.testing.assert_close(2 * found, weights["lm_head.weight"].grad)
+
+
+def test_gradients_of_gradients_raise():
+    model = causal_lm("llama")
+    chunk_losses(model, True)
+    loss = model(**padded()).loss
+    with pytest.raises(RuntimeError, match=r"create_graph=True.*chunked_loss=False"):
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+
+
+def test_float64_stays_float64():
+    assert_equal_steps(causal_lm("llama").double(), own_loss, tolerance=1e-13)
+
+
+def own_loss(model, inputs):
+    return ones(model(inputs["input_ids"]).logits)
+
+
+def test_a_bool_is_no_index_of_rows(lazy):
+    _, logits = lazy
+    found = logits[True, 0, 0]
+    assert found.shape == (1, VOCABULARY)
+    torch.testing.assert_close(found, logits.whole()[True, 0, 0])
+
+
+def test_a_heads_method_that_somebody_kept_works_afterwards():
+    model = causal_lm("llama")
+    restore = chunk_losses(model, True)
+    kept, hidden = model.lm_head.forward, torch.randn(2, 32, requires_grad=True)
+    restore()
+    assert type(kept(hidden)) is torch.Tensor
+    with torch.no_grad():
+        assert torch.equal(kept(hidden), model.lm_head(hidden))
+
+
+def test_models_within_others_and_models_without_a_head(caplog):
+    sizes = {**COMMON, "num_attention_heads": 2, "intermediate_size": 64}
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(
+        BertConfig(**sizes), BertConfig(**sizes)
+    )
+    model = EncoderDecoderModel(config)
+    chunk_losses(model, True)
+    assert not any(isinstance(module, LazyHead) for module in model.modules())
+
+    class Own(nn.Module):
+        config, base_model_prefix = None, "own"
+
+    chunk_losses(Own(), True)()
 
 
 # --- where it applies ------------------------------------------------------------------------

@@ -154,6 +154,8 @@ def test_empty_outputs_score_nothing(metrics, without_java):
         ([], [], "0 predictions for 0 instances"),
         (["a"], [["a"], ["b"]], "1 predictions for 2 instances"),
         (["a", "b"], [["a"], []], "instance 2 has no reference"),
+        (["a b"], ["a b"], "a list of texts for each"),
+        (["a"], [()], "instance 1 has no reference"),
     ],
 )
 def test_what_cannot_be_scored(metrics, predictions, references, message):
@@ -219,6 +221,21 @@ def test_predictions_in_both_formats_and_as_they_are_written(data, tmp_path):
 def test_references_that_cannot_be_read(data, tmp_path, name, content, message):
     with pytest.raises(data.DataError, match=message):
         data.read_references(write(tmp_path / name, content))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("output\tMR\nx\ta[1]\n", "in place of a header"),
+        ("a[1]\tx\nb[2]\ty\n", "in place of a header"),
+        ("", "empty"),
+    ],
+)
+def test_predictions_that_would_score_silently(data, tmp_path, content, message):
+    path = tmp_path / "outputs.tsv"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        data.read_predictions(path)
 
 
 def test_other_files_that_cannot_be_read(data, tmp_path):

@@ -89,6 +89,17 @@ def test_label_smoothing_and_another_index(calls):
     assert len(calls) == 1
 
 
+def test_targets_of_one_byte(calls):
+    def loss(model, inputs):
+        logits = model(inputs["input_ids"]).logits
+        return nn.functional.cross_entropy(
+            logits.view(-1, logits.shape[-1]), inputs["input_ids"].view(-1).to(torch.uint8)
+        )
+
+    assert_equal_steps(adapted(), loss)
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_under_autocast(kind, calls):
     def loss(model, inputs):

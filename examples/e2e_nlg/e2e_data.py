@@ -96,9 +96,17 @@ def read_predictions(path: Path) -> tuple[list[str] | None, list[str]]:
     Returns:
         the MRs (None where the file has none), and the output for each.
     """
-    lines = _read(path).removesuffix("\n").split("\n")
+    text = _read(path)
+    if not text:
+        raise DataError(f"{path}: it is empty")
+    lines = text.removesuffix("\n").split("\n")
     if path.suffix.lower() != ".tsv":
         return None, lines
+    header = [_unquoted(field).strip().lower() for field in lines[0].split("\t")]
+    if "[" in header[0] or header[-1] == "mr":
+        raise DataError(
+            f"{path}, line 1: {lines[0][:80]!r} in place of a header; the columns are MR and output"
+        )
     mrs, outputs = [], []
     for number, line in enumerate(lines[1:], start=2):
         fields = line.split("\t")

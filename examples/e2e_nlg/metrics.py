@@ -95,6 +95,9 @@ def score(predictions: list[str], references: list[list[str]]) -> dict[str, floa
             f"{len(predictions)} predictions for {len(references)} instances with references; "
             "expected one for each"
         )
+    if any(isinstance(texts, str) for texts in references):
+        raise ValueError("references: a list of texts for each instance, not a text alone")
+    references = [list(texts) for texts in references]
     if not all(references):
         raise ValueError(f"instance {references.index([]) + 1} has no reference")
     scores = {"BLEU": bleu(predictions, references), "NIST": nist(predictions, references)}
