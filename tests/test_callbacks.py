@@ -516,17 +516,6 @@ def test_after_a_refused_budget_a_larger_one_trains(tmp_path):
     assert again.report.held_bytes_peak > 0
 
 
-def test_two_callbacks(tmp_path, caplog):
-    """The last one compresses, and it is said."""
-    first, second = DAFCallback(budget_mb=0.3), DAFCallback(budget_mb=0.4)
-    trainer = trainer_of(tmp_path, [first, second])
-    trainer.train()
-    assert clean(trainer)
-    assert "an earlier compression" in caplog.text
-    peaks = sorted(c.report.held_bytes_peak for c in (first, second))
-    assert peaks[0] == 0 < peaks[1] <= 0.4 * MB
-
-
 def test_a_model_without_anything_to_train(tmp_path):
     trainer = trainer_of(tmp_path, [DAFCallback(budget_mb=1)])
     trainer.create_optimizer()
