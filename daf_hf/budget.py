@@ -20,6 +20,9 @@ from .user_objects import text_of
 
 logger = logging.getLogger("daf_hf")
 
+SETTLED_SHARE = 1.02
+"""Of a recommended budget, what a step may need before it is raised."""
+
 
 class Budget:
     """The budget, which any thread may change at any moment.
@@ -39,6 +42,7 @@ class Budget:
         running: an optimizer step was made. A budget that is too small is raised from then on.
         undecided: ``"recommended"`` was asked for, and has no number yet; until it has, the budget
             stays what it was.
+        provisional: the number it has is by what a calibration knows; no step was looked at yet.
         scheduled_mb: what the schedule said last; None when it said nothing yet.
     """
 
@@ -47,6 +51,7 @@ class Budget:
         self.installed = False
         self.running = False
         self.undecided = config.budget_mb == RECOMMENDED
+        self.provisional = False
         self.scheduled_mb: float | None = None
         self._configured = config.budget_mb
         self._schedule = Schedule(config.budget_schedule)
@@ -99,6 +104,20 @@ class Budget:
         with self._lock:
             if self.undecided:
                 self._put(limit_bytes, "recommended")
+                self.provisional = True
+
+    def settle(self, limit_bytes: float) -> bool:
+        """Raise a provisional number, where a step has shown that more is needed.
+
+        Returns:
+            Whether it was raised.
+        """
+        with self._lock:
+            raised = self.provisional and limit_bytes > SETTLED_SHARE * self.limit_bytes
+            self.provisional = False
+            if raised:
+                self._put(limit_bytes, "recommended, by what a step holds")
+        return raised
 
     def begin_step(self, step: int, steps: int | None) -> None:
         """Follow the schedule. A budget that was set by hand lasts until its next change.
@@ -208,7 +227,7 @@ class Budget:
             logger.warning("daf_hf: %s", error)
 
     def _put(self, limit: float, cause: str) -> None:
-        self._asked, self.undecided = limit, False
+        self._asked, self.undecided, self.provisional = limit, False, False
         before, least = self.limit_bytes, self._planner.least_bytes
         if self.running and limit < least:
             self._tell(

@@ -91,34 +91,21 @@ class BudgetSweep:
         Args:
             calibration_bytes: the least that calibrations in the run need; it is not less.
         """
-        return max(self.budget_for(RECOMMENDED_ERROR), round_up(calibration_bytes))
-
-    def recommend(self, calibration_bytes: float) -> int:
-        """:meth:`recommended`, with a line in the log."""
-        budget = self.recommended(calibration_bytes)
-        logger.info(
-            "daf_hf: budget_mb='recommended' is %g, with a predicted gradient error of %.2g",
-            budget / 1e6,
-            self.at(budget).error,
-        )
-        return budget
+        least = self._planner.shared(self.budget_for(RECOMMENDED_ERROR))
+        return max(math.ceil(least), round_up(calibration_bytes))
 
     def warn_of(self, plan: Plan, budget_bytes: float, calibration_bytes: float) -> None:
-        """Warn where a plan's error is above ``HARMFUL_ERROR``.
-
-        A budget that is too small for any plan is left to :class:`daf_hf.BudgetError`.
-        """
-        if plan.error > HARMFUL_ERROR and self.least_bytes <= budget_bytes:
-            logger.warning(
-                "daf_hf: budget_mb=%g: the predicted gradient error is %.2g, and above %g accuracy "
-                "was lost where we measured it; for batches of this size budget_mb=%g would bring "
-                "it to %g. `daf-hf plan` shows what other budgets do.",
-                budget_bytes / 1e6,
-                plan.error,
-                HARMFUL_ERROR,
-                self.recommended(calibration_bytes) / 1e6,
-                RECOMMENDED_ERROR,
-            )
+        """Warn of a plan whose error is above ``HARMFUL_ERROR``, made for so many bytes."""
+        logger.warning(
+            "daf_hf: budget_mb=%g: the predicted gradient error is %.2g, and above %g accuracy "
+            "was lost where we measured it; for batches of this size budget_mb=%g would bring it "
+            "to %g. `daf-hf plan` shows what other budgets do.",
+            budget_bytes / 1e6,
+            plan.error,
+            HARMFUL_ERROR,
+            self.recommended(calibration_bytes) / 1e6,
+            RECOMMENDED_ERROR,
+        )
 
 
 def round_up(nbytes: float) -> int:

@@ -41,7 +41,8 @@ _FIELDS = (
     *("keep", "narrow", "normalised", "derived", "feeds", "doubted", "live", "alive", "watched"),
     "known",
 )
-_SESSION = ("_calibration_failed", "_calibration_needs", "_judged")
+_SESSION = ("_calibration_failed", "_calibration_needs")
+_ADVICE = ("warned_of",)
 _SCHEDULE = ("calibrated_at", "for_change", "last_seconds")
 _PLACEMENT = ("calibrated", "frugal")
 _PLANNER = ("_corrections", "_rounds", "token_seconds")
@@ -55,7 +56,7 @@ OTHER_MODEL = "with another model (other parameters, or others of them are train
 
 _PARTS = [
     ["place"],
-    *map(list, (_FIELDS, _SESSION, _SCHEDULE, _PLACEMENT, _PLANNER, _OPTIONS)),
+    *map(list, (_FIELDS, _SESSION, _ADVICE, _SCHEDULE, _PLACEMENT, _PLANNER, _OPTIONS)),
 ]
 
 _CLASSES = (Batch, Codebook, Granularity, Live, Probed, Statistics)
@@ -170,6 +171,7 @@ def _state(session: Session) -> dict[str, Any]:
         "device": compressor.device.type,
         "budget": session.budget.state(),
         "session": {name: getattr(session, name) for name in _SESSION},
+        "advice": {name: getattr(session.advice, name) for name in _ADVICE},
         "schedule": {name: getattr(session.schedule, name) for name in _SCHEDULE},
         "placement": {name: getattr(compressor.placement, name) for name in _PLACEMENT},
         "planner": {name: getattr(session.planner, name) for name in _PLANNER},
@@ -212,6 +214,7 @@ def _recall(
             _restore_site(site, known, sites)
     for part, kept in (
         (session, state["session"]),
+        (session.advice, state["advice"]),
         (session.schedule, state["schedule"]),
         (compressor.placement, state["placement"]),
         (session.planner, state["planner"]),

@@ -164,7 +164,7 @@ class Planner:
         """The plan for inputs of this signature and size, under the budget or another limit."""
         self._count_forward()
         limit = self.compressor.arena.limit_bytes if limit_bytes is None else limit_bytes
-        limit = (limit - self._base) / self._overlap
+        limit = (limit - self._base) / self._overlap  # see shared()
         missed = self._correction(key, batch, limit)
         case = (key, batch, limit, missed)
         plan = self._plans.get(case)
@@ -173,8 +173,15 @@ class Planner:
             self._tell_of_time(plan)
             _keep(self._plans, case, plan, _PLANS_KEPT)
         known = self.compressor.placement.calibrated
-        self.least_bytes = plan.least_bytes * self._overlap + round(self._base) if known else 0
+        self.least_bytes = round(self.shared(plan.least_bytes)) if known else 0
         return plan
+
+    def shared(self, nbytes: float) -> float:
+        """The budget under which each forward pass may take so many bytes.
+
+        Several may be held at once, and what was saved before the first of them.
+        """
+        return nbytes * self._overlap + self._base
 
     def apply(self, plan: Plan) -> None:
         """Tell the sites."""

@@ -18,6 +18,7 @@ import torch._functorch.config as functorch_config
 from torch import nn
 
 from .accounting import MemoryReport, ResidentPeak
+from .advice import Advice
 from .agreement import Terms
 from .batches import Inputs, batch_of, signature
 from .budget import Budget
@@ -87,6 +88,7 @@ class Session:
         require_trained(model)
         self.compressor = Compressor(model, config)
         self.planner = Planner(self.compressor)
+        self.advice = Advice(self.planner)
         self.configured = config
         self.budget = Budget(config, self.compressor, self.planner)
         self.installed = False
@@ -99,7 +101,6 @@ class Session:
         self.schedule = CalibrationSchedule(config)
         self._calibration_failed = False
         self._calibration_needs = 0.0
-        self._judged = math.inf  # the least budget that was judged
         self._steps_here = 0
         self.recall: Callable[[Callable[..., Any], Inputs], bool] | None = None
         touch_weights(model)
@@ -178,13 +179,14 @@ class Session:
             began = perf_counter()
             compressor.begin_forward()
             self._learn_from_last_pass(terms.wanted_bytes)
+            if self._recommends_anew(terms):
+                terms = self._agree(inputs)
             current.limits = compressor.arena.limits_set
             if terms.due:
                 self._calibrate(original, inputs, batch=terms.batch)
             compressor.rows = Rows(inputs) if self.config.skip_padding else None
             current.key = self._key(inputs)
             current.plan = self.planner.plan(current.key, terms.batch, terms.limit_bytes)
-            self._judge(current)
             self.planner.apply(current.plan)
             arena = compressor.arena
             current.held, current.lost = arena.held_bytes, compressor.placement.room.lost_bytes
@@ -193,6 +195,8 @@ class Session:
             # the planner shares it out among them from now on.
             first = not self._steps_here and not current.held
             compressor.placement.refuses = first and self.config.on_overflow == "error"
+            if not self.ranks.rank:
+                self.advice.judge(current.key, current.plan, self._calibration_needs)
             current.tells = not self._steps_here
             compressor.ledger.planning_seconds += perf_counter() - began
         if not compressor.on_top or compressor.recomputes:
@@ -312,6 +316,8 @@ class Session:
         else:
             self._calibration_needs = outcome.least_bytes
             logger.info("daf_hf: calibrated in %.1f s", outcome.seconds)
+            if not self.ranks.rank:
+                self.advice.tell_of_unmeasured()
         self.schedule.done(self.step, outcome.seconds)
         self.planner.token_seconds = outcome.token_seconds or self.planner.token_seconds
         self.planner.learn_candidates(batch or Rows(inputs).batch)
@@ -341,17 +347,23 @@ class Session:
             )
         if compressor.placement.calibrated:
             sweep = BudgetSweep(self.planner, self._key(inputs), terms.batch)
-            self.budget.recommend(sweep.recommend(self._calibration_needs))
+            self.budget.recommend(sweep.recommended(self._calibration_needs))
         compressor.ledger.planning_seconds += perf_counter() - began
 
-    def _judge(self, first: _Pass) -> None:
-        """Warn of a harmful error: of the first plan, and of the first under a lower budget."""
-        measured = self.compressor.placement.calibrated and self.config.importance == "gradient"
-        limit = self.compressor.arena.limit_bytes
-        if measured and first.plan is not None and limit < self._judged and not self.ranks.rank:
-            self._judged = limit
-            sweep = BudgetSweep(self.planner, first.key, first.plan.batch)
-            sweep.warn_of(first.plan, limit, self._calibration_needs)
+    def _recommends_anew(self, terms: Terms) -> bool:
+        """Whether a budget that was recommended is raised, once what is held in a step is known.
+
+        A calibration knows neither what a loss outside the model saves, nor of several forward
+        passes before one backward.
+        """
+        last = self._last_pass
+        if not self.budget.provisional or last is None or last.plan is None:
+            return False
+        ended = self.ranks.alone and not self.compressor.held_bytes()
+        if terms.wanted_bytes is None and not ended:
+            return False
+        sweep = BudgetSweep(self.planner, last.key, last.plan.batch)
+        return self.budget.settle(sweep.recommended(self._calibration_needs))
 
     # Steps and budget --------------------------------------------------------------------------
 

@@ -133,6 +133,11 @@ class SaveSite:
         return are_rows(probed.columns, probed.shape, MATCHED_ROW)
 
     @property
+    def is_lossy(self) -> bool:
+        """The last tensor was stored by a codec that loses something."""
+        return isinstance(self.placed[0], Codec) and not self.placed[0].lossless
+
+    @property
     def consumer(self) -> str:
         """All consumers in one word."""
         return " ".join(sorted(self.consumers)) or "unknown"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ def test_training_takes_what_plan_recommends(name, caplog):
     assert daf.report.budget_bytes == compressor.arena.limit_bytes == found.recommended_bytes
     assert 0 < daf.report.held_bytes_peak <= found.recommended_bytes
     assert 0 < daf.report.predicted_gradient_error <= RECOMMENDED_ERROR
-    assert f"budget_mb='recommended' is {found.recommended_mb:g}" in caplog.text
+    assert f"-> {found.recommended_mb:g} MB (recommended)" in caplog.text
     gradients(model, inputs, daf)  # the same options again, and the same budget
     assert daf.report.budget_bytes == found.recommended_bytes
 
@@ -194,3 +195,92 @@ def test_recommended_after_a_first_calibration_had_no_room(possible, caplog, mon
     assert (compressor.arena.limit_bytes > before) == possible
     assert not daf._session.budget.undecided
     assert ("the budget stays" in caplog.text) != possible
+
+
+# What no calibration measures --------------------------------------------------------------------
+
+
+def distilled(model, inputs, teacher, daf, seed=1):
+    """Gradients of a distillation at several temperatures, computed outside of the model."""
+    plain = {name: value for name, value in inputs.items() if name != "labels"}
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)
+    with daf:
+        logits = model(**plain)["logits"]
+        loss = sum(
+            torch.nn.functional.kl_div(
+                (logits / t).log_softmax(-1), (teacher / t).softmax(-1), reduction="batchmean"
+            )
+            for t in range(1, 9)
+        )
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.fixture
+def distillation():
+    """A language model, its inputs, and a teacher's log-probabilities."""
+    model, inputs = build("gpt2"), batch("gpt2")
+    with torch.no_grad():
+        logits = model(**{k: v for k, v in inputs.items() if k != "labels"})["logits"]
+    torch.manual_seed(3)
+    return model, inputs, (logits + torch.randn_like(logits)).log_softmax(-1)
+
+
+def test_a_recommended_budget_has_room_for_a_loss_outside_the_model(distillation, caplog):
+    with caplog.at_level(logging.INFO, "daf_hf"):
+        exact = distilled(*distillation, nullcontext())
+        daf, compressor = compressed(distillation[0], "recommended")
+        distilled(*distillation, daf)
+        daf.step()
+        first = compressor.arena.limit_bytes
+        found = distilled(*distillation, daf)
+        daf.step()
+        raised = compressor.arena.limit_bytes
+        assert first < 0.9 * raised
+        assert float((found - exact).norm() / exact.norm()) < RECOMMENDED_ERROR
+        distilled(*distillation, daf)
+    assert compressor.arena.limit_bytes == raised
+    assert daf.report.predicted_gradient_error <= RECOMMENDED_ERROR
+    assert "outside of the model" in caplog.text
+
+
+def test_a_budget_of_ones_own_is_not_raised_for_it(distillation):
+    daf, compressor = compressed(distillation[0], "recommended")
+    distilled(*distillation, daf)
+    daf.step()
+    own = compressor.arena.limit_bytes + 1000
+    daf.set_budget(own / 1e6)
+    for _ in range(2):
+        distilled(*distillation, daf)
+        daf.step()
+    assert compressor.arena.limit_bytes == own
+
+
+def test_a_loss_that_leaves_the_model_too_little_is_warned_of(distillation, caplog):
+    """The first plan is good: it does not know of the loss."""
+    daf, compressor = compressed(distillation[0], "recommended")
+    distilled(*distillation, daf)
+    tight = compressor.arena.limit_bytes / 1e6
+    daf, _ = compressed(distillation[0], tight)
+    told = []
+    for _ in range(3):
+        with caplog.at_level(logging.WARNING, "daf_hf"):
+            caplog.clear()
+            distilled(*distillation, daf)
+            daf.step()
+            told.append("the predicted gradient error is" in caplog.text)
+    assert told == [False, True, False]
+
+
+def test_several_forward_passes_at_once_are_recommended_for(bert_model, bert_batch):
+    daf, compressor = compressed(bert_model, "recommended")
+    limits = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        with daf:
+            loss = sum(bert_model(**bert_batch)["loss"] for _ in range(2))
+        loss.backward()
+        limits.append(compressor.arena.limit_bytes)
+        daf.step()
+    assert limits[1] == limits[2] == pytest.approx(2 * limits[0], rel=0.2)
