@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .chunked_loss import reduced
+from .lazy_logits import LazyLogits
 from .sites import Batch
 
 MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features")
@@ -136,6 +139,9 @@ def is_plain(leaf: Any) -> bool:
 def scalar_loss(outputs: Any, seed: int) -> Tensor:
     """The loss in a model's outputs; without one, a fixed random projection of the outputs.
 
+    Of a language model's logits that are never there as a whole it is the cross-entropy with
+    tokens that the model itself gives; see :func:`_sampled_cross_entropy`.
+
     Raises:
         NothingToLearnError: when no output depends on anything that is trained.
     """
@@ -150,9 +156,31 @@ def scalar_loss(outputs: Any, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     total = torch.zeros((), device=tensors[0].device)
     for tensor in tensors:
+        if isinstance(tensor, LazyLogits):
+            total = total + _sampled_cross_entropy(tensor, generator)
+            continue
         weights = torch.randn(tensor.shape, generator=generator).to(tensor.device)
         total = total + (tensor.float() * weights).sum()
     return total
+
+
+def _sampled_cross_entropy(logits: LazyLogits, generator: torch.Generator) -> Tensor:
+    """The cross-entropy, summed, with one target a row drawn from the model's own distribution.
+
+    The expected square of its gradient is the Fisher information, which any loss that is a
+    likelihood has near its optimum (Amari 1998, "Natural gradient works efficiently in learning").
+    """
+    rows, vocabulary = logits.shape[:-1].numel(), logits.shape[-1]
+    drawn = torch.randint(1 << 24, (rows,), generator=generator).to(logits.device)
+
+    def invert(values: Tensor, chosen: Tensor) -> Tensor:
+        cumulative = values.float().softmax(-1).cumsum(-1)
+        places = (chosen / (1 << 24))[:, None] * cumulative[:, -1:]
+        return torch.searchsorted(cumulative, places, right=True)[:, 0].clamp_(max=vocabulary - 1)
+
+    with torch.no_grad():
+        targets = logits.reduce(reduced, invert, drawn)
+    return cross_entropy(logits.float().view(rows, vocabulary), targets, reduction="sum")
 
 
 def _plain(outputs: Any) -> Any:

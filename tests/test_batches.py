@@ -7,6 +7,8 @@ import torch
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from daf_hf.batches import batch_of, cut, main_input, scalar_loss, signature
+from daf_hf.chunked_loss import RowFunction
+from daf_hf.lazy_logits import LazyLogits
 from daf_hf.sites import Batch
 
 IDS = torch.arange(8 * 16).view(8, 16)
@@ -150,3 +152,20 @@ def test_without_a_loss_outputs_are_projected(outputs):
 def test_nothing_to_train_is_an_error():
     with pytest.raises(ValueError, match="no output of the model depends"):
         scalar_loss({"loss": torch.ones(())}, 0)
+
+
+def test_without_a_loss_logits_that_are_never_whole_are_measured_against_tokens_of_their_own():
+    """In expectation the gradient is 0, as it is where a model fits what it has learnt."""
+    torch.manual_seed(0)
+    hidden = torch.randn(1, 4).expand(6000, 4).clone().requires_grad_()
+    weight = torch.randn(9, 4)
+    logits = LazyLogits(hidden, weight, None, RowFunction())
+    scalar_loss({"logits": logits.view(2, 3000, 9)}, 0).backward()
+    assert logits._whole is None
+    assert hidden.grad is not None
+    typical = hidden.grad.square().mean(0).sqrt()
+    assert (typical > 0.1).all()
+    assert (hidden.grad.mean(0).abs() < 5 * typical / 6000**0.5).all()
+    other = hidden.detach().clone().requires_grad_()
+    scalar_loss({"logits": LazyLogits(other, weight, None, RowFunction())}, 1).backward()
+    assert not torch.equal(other.grad, hidden.grad)  # type: ignore[arg-type]

@@ -117,6 +117,51 @@ def test_only_the_reference_and_its_end_have_labels(script, tokenizer):
     assert len(cut["labels"]) == len(cut["input_ids"]) == 10
 
 
+def test_a_reference_that_is_cut_away_is_not_trained_on(script, tokenizer, capsys):
+    pairs = [{"mr": "name[A]", "ref": "A is."}, {"mr": "name[A], area[riverside]", "ref": "A is."}]
+    rows = script.tokenize(script.Dataset.from_list(pairs), tokenizer, 12)
+    assert len(rows) == 1 and "1 of 2 pairs are left out" in capsys.readouterr().out
+    with pytest.raises(script.UsageError, match="--max_seq_length 8: that leaves nothing"):
+        script.tokenize(script.Dataset.from_list(pairs), tokenizer, 8)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("max_seq_length", 0), ("max_train_samples", 0), ("max_eval_samples", -1)),
+        *(("max_predict_samples", 0), ("num_beams", 0), ("num_beams", -1)),
+        *(("no_repeat_ngram_size", -1), ("max_new_tokens", 0), ("lora_r", 0)),
+        *(("lora_alpha", 0), ("lora_dropout", 1.0), ("lora_dropout", -0.1)),
+    ],
+)
+def test_values_that_none_can_have(script, option, value):
+    with pytest.raises(script.UsageError, match=rf"--{option} {value:g}: use .* or more"):
+        script.parse_arguments(["--output_dir", "unused", "--no_daf", f"--{option}={value}"])
+
+
+def test_modules_that_are_not_there(script, tiny_model, tiny_data, tmp_path):
+    options = arguments(tiny_model, tiny_data, tmp_path, "--no_daf", "--target_modules", "q_proj")
+    with pytest.raises(script.models.ModelError, match=r"--target_modules q_proj: .*not found"):
+        script.main(options)
+
+
+def test_a_recommended_budget(script):
+    options = ["--output_dir", "unused", "--budget_mb", "recommended"]
+    assert script.daf_config(script.parse_arguments(options)[-2]).budget_mb == "recommended"
+
+
+def test_metrics_that_cannot_be_computed_end_the_run_before_it_trains(
+    script, tiny_model, tiny_data, tmp_path, monkeypatch
+):
+    def load(*args, **kwargs):
+        raise ImportError("you need to install the following dependencies['sacrebleu']")
+
+    monkeypatch.setattr(script.evaluate, "load", load)
+    with pytest.raises(script.UsageError, match=r"sacrebleu.*\n.*daf-hf\[e2e\]"):
+        script.main(arguments(tiny_model, tiny_data, tmp_path, "--no_daf"))
+    assert not list(tmp_path.iterdir())
+
+
 # --- generation ------------------------------------------------------------------------------
 
 

@@ -191,7 +191,7 @@ def test_options_are_parsed(script):
     assert model.model_name_or_path == "minilm"
     assert data.max_seq_length == 128
     assert (lora.lora_r, lora.target_modules) == (4, ["query", "value"])
-    assert daf.budget_mb == math.inf
+    assert daf.budget_mb == "inf"
     assert training.do_train and training.do_eval
     assert training.report_to == []
 
@@ -233,6 +233,12 @@ def test_codecs_to_choose_from(script):
 def test_options_that_do_not_go_together(script, options, message):
     with pytest.raises(script.UsageError, match=message):
         script.daf_config(script.DAFArguments(**options))
+
+
+@pytest.mark.parametrize("option", ["max_seq_length", "max_train_samples", "lora_r"])
+def test_values_that_none_can_have(script, option):
+    with pytest.raises(script.UsageError, match=f"--{option} 0: use 1 or more"):
+        parse(script, "--no_daf", f"--{option}=0")
 
 
 def test_no_daf_is_plain_training(script):

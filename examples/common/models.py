@@ -6,9 +6,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from peft import LoraConfig, TaskType
+from common.options import UsageError, require_least
+from peft import LoraConfig, PeftMixedModel, PeftModel, TaskType, get_peft_model
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 # Attention projections for model types that PEFT has no default for.
 _TARGET_MODULES = {
@@ -59,6 +66,11 @@ class LoraArguments:
         default=None,
         metadata={"help": "Modules to train in full; by default a new head, where there is one."},
     )
+
+    def __post_init__(self) -> None:
+        require_least(self, lora_r=1, lora_alpha=1)
+        if not 0 <= self.lora_dropout < 1:
+            raise UsageError(f"--lora_dropout {self.lora_dropout:g}: use 0 or more, less than 1")
 
 
 def load_config(args: ModelArguments, path: str, **options: Any) -> PretrainedConfig:
@@ -117,3 +129,16 @@ def lora_config(
         modules_to_save=lora.modules_to_save or head_modules,
         fan_in_fan_out=model_type == "gpt2",
     )
+
+
+def adapt(base: PreTrainedModel, adapters: LoraConfig) -> PeftModel | PeftMixedModel:
+    """Put LoRA on a model.
+
+    Raises:
+        ModelError: when there are no such modules, or LoRA has nothing for their kind.
+    """
+    try:
+        return get_peft_model(base, adapters)
+    except ValueError as error:
+        wanted = " ".join(sorted(adapters.target_modules or ()))
+        raise ModelError(f"--target_modules {wanted}: {error}") from error

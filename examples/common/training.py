@@ -10,22 +10,22 @@ from pathlib import Path
 
 from common.memory import PeakMemoryCallback
 from common.models import ModelError
+from common.options import UsageError
 from transformers import Trainer
 
 from daf_hf import BudgetError, DAFCallback, DAFConfig
-
-
-class UsageError(ValueError):
-    """Options that do not go together."""
 
 
 @dataclass
 class DAFArguments:
     """How saved activations are held: one of --budget_mb, --daf_config and --no_daf is needed."""
 
-    budget_mb: float | None = field(
+    budget_mb: str | None = field(
         default=None,
-        metadata={"help": "Bytes for saved activations, in 10^6; `inf` is exact."},
+        metadata={
+            "help": "Bytes for saved activations, in 10^6; `inf` is exact. Or `recommended`, or "
+            "`auto`."
+        },
     )
     importance: str | None = field(
         default=None,

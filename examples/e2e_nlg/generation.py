@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,6 +14,9 @@ from transformers import (
     NoRepeatNGramLogitsProcessor,
     PreTrainedTokenizerBase,
 )
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from common.options import require_least
 
 
 @dataclass
@@ -24,6 +29,9 @@ class GenerationArguments:
         default=4, metadata={"help": "No n-gram twice in an output; 0 allows all."}
     )
     max_new_tokens: int = field(default=64, metadata={"help": "At most so many tokens a text."})
+
+    def __post_init__(self) -> None:
+        require_least(self, num_beams=1, no_repeat_ngram_size=0, max_new_tokens=1)
 
 
 class NoRepeatedNGrams(NoRepeatNGramLogitsProcessor):

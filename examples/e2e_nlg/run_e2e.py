@@ -24,7 +24,7 @@ import torch
 from datasets import Dataset
 from e2e_data import DataError, group_references, load_splits, write_predictions
 from generation import GenerationArguments, generate
-from peft import PeftMixedModel, PeftModel, TaskType, get_peft_model
+from peft import PeftMixedModel, PeftModel, TaskType
 from smollm2 import smollm2_folder
 from transformers import (
     AutoModelForCausalLM,
@@ -44,6 +44,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import models
 from common.memory import PeakMemoryCallback
 from common.models import LoraArguments
+from common.options import UsageError, require_least
 from common.training import DAFArguments, daf_config, run, train
 
 METRICS_MODULE = Path(__file__).with_name("metrics.py")
@@ -79,6 +80,10 @@ class DataArguments:
     max_predict_samples: int | None = field(
         default=None, metadata={"help": "Generate for the first so many MRs only."}
     )
+
+    def __post_init__(self) -> None:
+        counts = ("max_train_samples", "max_eval_samples", "max_predict_samples")
+        require_least(self, max_seq_length=1, **dict.fromkeys(counts, 1))
 
 
 Arguments = tuple[
@@ -129,7 +134,7 @@ def build_model(
     else:
         models.require_weights(path)
         base = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32)
-    return get_peft_model(base, adapters)
+    return models.adapt(base, adapters)
 
 
 def encode_prompt(mr: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -138,7 +143,10 @@ def encode_prompt(mr: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def tokenize(pairs: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
-    """Return token ids of MR and reference, with labels for the reference and its end alone."""
+    """Return token ids of MR and reference, with labels for the reference and its end alone.
+
+    Pairs of which ``max_length`` leaves nothing of the reference are left out.
+    """
 
     def encode(pair):
         prompt = encode_prompt(pair["mr"], tokenizer)
@@ -151,12 +159,27 @@ def tokenize(pairs: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int
             "labels": [*[IGNORED] * len(prompt), *answer][:max_length],
         }
 
-    return pairs.map(encode, remove_columns=pairs.column_names, desc="tokenizing")
+    rows = pairs.map(encode, remove_columns=pairs.column_names, desc="tokenizing")
+    whole = rows.filter(lambda row: any(label != IGNORED for label in row["labels"]))
+    lost = len(rows) - len(whole)
+    if lost == len(rows):
+        raise UsageError(f"--max_seq_length {max_length}: that leaves nothing of any reference")
+    if lost:
+        print(f"{lost} of {len(rows)} pairs are left out: nothing of their references remains")
+    return whole
 
 
 def first(dataset: Dataset, count: int | None) -> Dataset:
     """Return the first ``count`` rows, or all."""
     return dataset if count is None else dataset.select(range(min(count, len(dataset))))
+
+
+def load_metric() -> evaluate.EvaluationModule:
+    """Load the official metrics, or say which packages they miss."""
+    try:
+        return evaluate.load(str(METRICS_MODULE), keep_in_memory=True)
+    except ImportError as error:
+        raise UsageError(f"{error}\n(all of them: pip install 'daf-hf[e2e]')") from error
 
 
 def predict(
@@ -165,6 +188,7 @@ def predict(
     pairs: Dataset,
     count: int | None,
     options: GenerationArguments,
+    metric: evaluate.EvaluationModule,
 ) -> None:
     """Generate a text for each distinct MR, write all of them, and score them."""
     mrs, references = group_references(pairs.to_list())
@@ -173,7 +197,6 @@ def predict(
     batch_size = trainer.args.per_device_eval_batch_size
     outputs = generate(trainer.model, tokenizer, prompts, options, batch_size)  # type: ignore[arg-type]
     write_predictions(Path(trainer.args.output_dir or ".") / "predictions.txt", outputs)
-    metric = evaluate.load(str(METRICS_MODULE), keep_in_memory=True)
     scores = metric.compute(predictions=outputs, references=references)
     assert scores is not None
     metrics = {f"test_{name}": value for name, value in scores.items()}
@@ -193,6 +216,7 @@ def main(argv: list[str] | None = None) -> None:
     # DAF sets this for itself; plain runs get it too, so that their peak memory compares.
     tune_malloc()
 
+    metric = load_metric() if training_args.do_predict else None  # before the training
     path, model_config, tokenizer = load_model_parts(model_args)
     max_length = min(data_args.max_seq_length, models.max_tokens(model_config, tokenizer))
     splits = load_splits(data_args.data_dir)
@@ -216,9 +240,9 @@ def main(argv: list[str] | None = None) -> None:
         metrics = trainer.evaluate()
         trainer.log_metrics("eval", metrics)
         trainer.save_metrics("eval", metrics)
-    if training_args.do_predict:
+    if metric is not None:
         count = data_args.max_predict_samples
-        predict(trainer, tokenizer, splits["test"], count, generation_args)
+        predict(trainer, tokenizer, splits["test"], count, generation_args, metric)
 
 
 if __name__ == "__main__":

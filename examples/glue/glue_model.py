@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from glue_data import Task
-from peft import PeftMixedModel, PeftModel, TaskType, get_peft_model
+from peft import PeftMixedModel, PeftModel, TaskType
 from transformers import (
     AutoModelForSequenceClassification,
     PretrainedConfig,
@@ -74,7 +74,7 @@ def build_model(
     """Create the classification model in float32 and put LoRA on it."""
     heads = _HEAD_MODULES.get(config.model_type)
     adapters = models.lora_config(lora, config, TaskType.SEQ_CLS, heads)
-    return get_peft_model(_build_base(args, config), adapters)
+    return models.adapt(_build_base(args, config), adapters)
 
 
 def _build_base(args: ModelArguments, config: PretrainedConfig) -> PreTrainedModel:

@@ -38,7 +38,8 @@ from daf_hf.host_memory import tune_malloc
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common.memory import PeakMemoryCallback
 from common.models import LoraArguments, max_tokens
-from common.training import DAFArguments, UsageError, daf_config, run, train
+from common.options import UsageError, require_least
+from common.training import DAFArguments, daf_config, run, train
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,6 +70,9 @@ class DataArguments:
         default=False,
         metadata={"help": "Pad to --max_seq_length, not to the batch's longest."},
     )
+
+    def __post_init__(self) -> None:
+        require_least(self, max_seq_length=1, max_train_samples=1)
 
 
 Arguments = tuple[ModelArguments, DataArguments, LoraArguments, DAFArguments, TrainingArguments]
