@@ -36,7 +36,6 @@ from .expressions import (
     Source,
     Sum,
 )
-from .slots import packed_in
 from .tensors import is_contiguous, operation
 
 CASTS = frozenset(["ToCopy"])
@@ -181,7 +180,10 @@ def _behind(edge: Edge, views: frozenset[str]) -> Edge:
 
 def _packed(node: Any, slot: str) -> Any:
     """What the hooks packed for a node; None where there is nothing, or nothing any more."""
-    return next(iter(packed_in(node, slot)), None)
+    try:
+        return getattr(getattr(node, f"_raw_saved_{slot}", None), "data", None)
+    except RuntimeError:
+        return None
 
 
 def _mul(trace: _Trace, node: Any) -> Expression | None:

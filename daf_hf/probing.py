@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +19,6 @@ from .expressions import Reader, Source
 from .handles import source_of_tensor
 from .saved_tensors import Compressor
 from .sites import SaveSite
-from .slots import packed_in, slots_of
 from .tensors import contiguous_stride, geometry, is_contiguous, operation
 from .watching import Item, Pass, Saved
 
@@ -334,7 +333,19 @@ def _nodes(loss: Tensor) -> Iterator[Any]:
 
 def _packed_for(node: Any) -> Iterator[tuple[str, Saved]]:
     """What our hooks packed for a node, with the name of the slot."""
-    for slot in slots_of(node):
-        for packed in packed_in(node, slot):
+    for name in _raw_slots(type(node)):
+        raw = ()
+        with suppress(RuntimeError):  # run backward, and freed, in the forward pass
+            raw = getattr(node, name)
+        for saved in raw if isinstance(raw, (tuple, list)) else (raw,):
+            packed = None
+            with suppress(RuntimeError):  # saved without hooks
+                packed = getattr(saved, "data", None)
             if isinstance(packed, Saved):
+                slot = name.removeprefix("_raw_saved_")
                 yield ("saved_tensors" if slot == "tensors" else slot), packed
+
+
+@cache
+def _raw_slots(node_type: type) -> list[str]:
+    return [name for name in dir(node_type) if name.startswith("_raw_saved_")]

@@ -34,7 +34,6 @@ from .refusal import Refusal
 from .repeats import Repeated, condensed
 from .rows import LiveRows, Pick, Rows, Watch, lacks_rows, take
 from .sites import Live, SaveSite, SiteTracker
-from .slots import note_packed, note_scope, telling
 from .tensors import (
     HALVES,
     columns,
@@ -88,7 +87,7 @@ class Compressor:
         self.tracker = SiteTracker(
             model, config.include, config.exclude, self.draws.note, config.checkpoint_bits
         )
-        self._hooks = (self._pack, telling(self._unpack))
+        self._hooks = (self._pack, self._unpack)
         self._local = _Scope()
         self._parameters: frozenset[int] = frozenset()
         self._physicals: dict[tuple[Any, ...], weakref.ref[Physical]] = {}
@@ -135,7 +134,6 @@ class Compressor:
             self.learn_parameters()
         calls = self.tracker.start()
         push_hooks(self._hooks)
-        note_scope()
         outer = self._local.backward
         self._local.depth += 1
         self._local.backward = torch._C._current_graph_task_id()
@@ -196,7 +194,6 @@ class Compressor:
         began = perf_counter()
         kernels = self.ledger.kernel_seconds
         frame = sys._getframe(1)
-        note_packed()
         handle = None if is_ordinary(tensor) else self._keep(tensor)
         with self.lock:
             self.placement.ends.settle()

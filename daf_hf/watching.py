@@ -22,7 +22,6 @@ from .repeats import condensed, spread_out
 from .rows import Rows, spread, take
 from .saved_tensors import Compressor
 from .sites import Live, SaveSite
-from .slots import note_packed, note_scope, telling
 from .tensors import MATCHED_ROW, are_rows, columns, flatten, geometry, is_ordinary
 
 
@@ -126,10 +125,9 @@ class Pass(ABC):
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        hooks = (self._pack, telling(self._unpack))
+        hooks = (self._pack, self._unpack)
         calls = self.compressor.tracker.start()
         push_hooks(hooks)
-        note_scope()
         try:
             yield
         finally:
@@ -138,7 +136,6 @@ class Pass(ABC):
 
     def _pack(self, tensor: Tensor) -> Any:
         original, compressor = tensor, self.compressor
-        note_packed()
         if not is_ordinary(tensor):
             return tensor.detach()
         storage = tensor.untyped_storage()

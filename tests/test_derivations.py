@@ -10,7 +10,6 @@ from torch.nn.functional import dropout, layer_norm
 
 from daf_hf.derivations import derivation
 from daf_hf.expressions import LayerNorm, Product, Reader, Sampler, Source
-from daf_hf.slots import note_packed, note_scope, telling
 from daf_hf.tensors import geometry, is_contiguous
 
 ROWS, COLS = 24, 32
@@ -47,7 +46,6 @@ def last_saved(make, dtype=torch.float32):
     saved = []
 
     def pack(tensor):
-        note_packed()
         if isinstance(tensor, nn.Parameter):
             return tensor.detach()
         saved.append(Packed(tensor))
@@ -57,8 +55,7 @@ def last_saved(make, dtype=torch.float32):
         return packed if isinstance(packed, torch.Tensor) else packed.tensor
 
     torch.manual_seed(1)
-    with torch.autograd.graph.saved_tensors_hooks(pack, telling(unpack)):
-        note_scope()
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         output = make(x)
     assert output.requires_grad
     return saved[-1]
