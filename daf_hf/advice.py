@@ -62,6 +62,7 @@ class Advice:
         logger.warning(
             "daf_hf: %.3g MB were saved outside of the model, by a loss for instance. Nothing says "
             "what they are worth: they get 8 bits an element at most, and the predicted gradient "
-            "error does not count them. What the model's own forward computes is measured.",
+            "error does not count them. Where the forward of a module around the model computes "
+            "the loss, it is measured.",
             nbytes / 1e6,
         )

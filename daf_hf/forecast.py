@@ -27,6 +27,7 @@ from .session import Session
 from .sites import Batch
 from .tables import megabytes
 from .trained import require_trained
+from .vocabulary import chunk_losses
 
 ROWS = 12
 """Intervals of the table, from the least to what plain training holds, when none are given."""
@@ -134,6 +135,7 @@ def _calibrate(compressor: Compressor, inputs: Inputs) -> _NoiseCalibration:
     functorch_config.donated_buffer = False
     calibration = _NoiseCalibration(compressor, model.forward, inputs, room)
     compressor.tracker.install()
+    restore_heads = chunk_losses(model, compressor.config.chunked_loss)
     try:
         with torch.enable_grad(), _training(model), short_lived_blocks():
             compressor.begin_forward()
@@ -144,6 +146,7 @@ def _calibrate(compressor: Compressor, inputs: Inputs) -> _NoiseCalibration:
             f"{megabytes(room)} MB)"
         ) from None
     finally:
+        restore_heads()
         compressor.tracker.remove()
         compressor.release_idle()
     return calibration

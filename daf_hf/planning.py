@@ -6,16 +6,19 @@ import dataclasses
 import logging
 import math
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .allocation import Option, lower_hull
 from .arena import PAGE_COST
+from .candidates import UNPLANNED_COSTS
 from .codec_times import CodecTimes
 from .codecs import BINARY
 from .distributed import Ranks
 from .dropout import SMALLEST_ELEMENTS
 from .expressions import WITNESSES
+from .kernels.format import MAX_BITS
 from .kernels.noise import STATE_BYTES
 from .matching import statistics_bytes
 from .placement import COMPRESSIBLE, SMALLEST_BYTES
@@ -46,6 +49,7 @@ class Plan:
         least_seconds: where it does not keep to the time budget, what a plan of these bytes takes
             at the least; else None.
         limit_bytes: what it was made for.
+        forgone_bytes: that what no calibration measures is to do without.
     """
 
     batch: Batch
@@ -56,6 +60,7 @@ class Plan:
     least_bytes: int = 0
     least_seconds: float | None = None
     limit_bytes: float = math.inf
+    forgone_bytes: int = 0
 
     @property
     def mean_bits(self) -> float:
@@ -78,23 +83,34 @@ class Choices:
         fixed_bytes: of what has no choice.
         binary_elements: of these, those that take a bit each.
         options: the options of each site that has one; storing exactly is among them.
+        unmeasured: of what no calibration measures, all together; in the most bits last.
     """
 
     batch: Batch
     fixed_bytes: int
     binary_elements: int
     options: dict[SaveSite, list[Option]]
+    unmeasured: tuple[Option, ...] = ()
 
     @property
     def least_bytes(self) -> int:
         """With every site at its smallest."""
-        return self.fixed_bytes + sum(min(o.nbytes for o in c) for c in self.options.values())
+        return self.fixed_bytes + sum(min(o.nbytes for o in c) for c in self.sites())
 
     @property
     def exact_bytes(self) -> int:
         """With every site stored exactly."""
         exact = (o.nbytes for c in self.options.values() for o in c if o.codec is None)
-        return self.fixed_bytes + sum(exact)
+        return self.fixed_bytes + sum(exact) + self.unmeasured_bytes
+
+    @property
+    def unmeasured_bytes(self) -> int:
+        """Of what no calibration measures, in the most bits."""
+        return self.unmeasured[-1].nbytes if self.unmeasured else 0
+
+    def sites(self) -> list[Sequence[Option]]:
+        """What allocators choose from; what no calibration measures comes last."""
+        return [*self.options.values(), *([self.unmeasured] if self.unmeasured else [])]
 
 
 class Planner:
@@ -195,7 +211,7 @@ class Planner:
         was never met before takes the last one learnt. How much of a batch is padding is another
         matter with each: what one was off by tells of the next.
         """
-        missed, limit = wanted_bytes - plan.nbytes, plan.limit_bytes
+        missed, limit = wanted_bytes - plan.nbytes - plan.forgone_bytes, plan.limit_bytes
         if self._overlap == 1:
             known = self._correction(key, plan.batch, limit)
             known += missed if abs(missed) > 0.002 * limit else 0
@@ -227,15 +243,43 @@ class Planner:
         return max(1, self._forwards, *self._rounds)
 
     def choices(self, key: Any, batch: Batch) -> Choices:
-        """What there is to choose from for inputs of this signature and size."""
-        return self._choices_with(self._corrections.get((key, _of_any_padding(batch)), 0), batch)
+        """What there is to choose from for inputs of this signature and size.
 
-    def _choices_with(self, missed_bytes: int, batch: Batch) -> Choices:
+        What no calibration measures is fixed, in the most bits: nobody knows that fewer would do.
+        """
+        missed = self._corrections.get((key, _of_any_padding(batch)), 0)
+        choices = self._collected(batch)
+        return dataclasses.replace(choices, fixed_bytes=choices.fixed_bytes + missed)
+
+    def _collected(self, batch: Batch) -> Choices:
         choices = self._choices.get(batch)
         if choices is None:
             choices = self._collect(batch)
             _keep(self._choices, batch, choices, _CHOICES_KEPT)
-        return dataclasses.replace(choices, fixed_bytes=choices.fixed_bytes + missed_bytes)
+        return choices
+
+    def _choices_with(self, missed_bytes: int, batch: Batch) -> Choices:
+        choices = self._collected(batch)
+        unmeasured = self._unmeasured(missed_bytes)
+        fixed = choices.fixed_bytes + (0 if unmeasured else missed_bytes)
+        return dataclasses.replace(choices, fixed_bytes=fixed, unmeasured=unmeasured)
+
+    def _unmeasured(self, missed_bytes: int) -> tuple[Option, ...]:
+        """Options of what a loss outside the model saves, by the bytes that no plan foresaw.
+
+        They cost what they do when room is made in a step (:mod:`daf_hf.placement`): what is
+        measured gives way to them no further than it would there.
+        """
+        sites = self.compressor.tracker.sites.values()
+        count = sum(site.probed is None and site.is_lossy for site in sites)
+        if missed_bytes <= 0 or not count:
+            return ()
+        codec = self.compressor.placement.candidates.unplanned(frugal=False)
+        costs = tuple(count * cost for cost in UNPLANNED_COSTS)
+        return tuple(
+            Option(missed_bytes * bits // MAX_BITS, costs[bits], codec, bits, costs)
+            for bits in self.compressor.config.bits
+        )
 
     def _collect(self, batch: Batch) -> Choices:
         """What the sites offer for a batch of this size, whatever the budget."""
@@ -280,17 +324,20 @@ class Planner:
         budget = limit_bytes - choices.fixed_bytes
         config = self.compressor.config
         limit = config.time_budget * self._plain_seconds(choices.batch)
-        sites = list(offered.values())
-        chosen, least_seconds = allocate_in_time(config.allocator, sites, budget, limit)
+        sites = choices.sites()
+        every, least_seconds = allocate_in_time(config.allocator, sites, budget, limit)
+        nbytes = choices.fixed_bytes + sum(option.nbytes for option in every)
+        chosen, unmeasured = every[: len(offered)], every[len(offered) :]
         return Plan(
             choices.batch,
             dict(zip(offered, chosen, strict=True)),
-            choices.fixed_bytes + sum(option.nbytes for option in chosen),
+            nbytes,
             math.sqrt(sum(option.cost for option in chosen)) if chosen else math.nan,
             choices.binary_elements,
             choices.least_bytes,
             least_seconds,
             limit_bytes,
+            choices.unmeasured_bytes - sum(option.nbytes for option in unmeasured),
         )
 
     def _tell_of_time(self, plan: Plan) -> None:

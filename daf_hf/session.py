@@ -194,7 +194,8 @@ class Session:
             # Beside an earlier pass that is still held, an overflow says nothing of the budget:
             # the planner shares it out among them from now on.
             first = not self._steps_here and not current.held
-            compressor.placement.refuses = first and self.config.on_overflow == "error"
+            refuses = self.config.on_overflow == "error" and not self.budget.provisional
+            compressor.placement.refuses = first and refuses
             if not self.ranks.rank:
                 self.advice.judge(current.key, current.plan, self._calibration_needs)
             current.tells = not self._steps_here
