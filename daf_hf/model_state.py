@@ -37,6 +37,8 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
             module._buffers[name] = buffer
             if not _equal(buffer, before):
                 with torch.no_grad(), unversioned([buffer]):
+                    if buffer.shape != before.shape:  # torch.ao's observers resize theirs
+                        buffer.resize_(before.shape)
                     buffer.copy_(before)
 
 

@@ -36,6 +36,20 @@ def test_untouched_restores_sparse_buffers():
     assert torch.equal(model.table.to_dense(), torch.eye(3))
 
 
+def test_untouched_restores_resized_buffers():
+    """torch.ao's observers have empty ones until they have seen something."""
+    model = nn.Module()
+    model.register_buffer("least", torch.empty(0))
+    model.register_buffer("table", torch.arange(6.0).view(2, 3))
+    least, table = model.least, model.table
+    with untouched(model, torch.device("cpu")), torch.no_grad():
+        least.resize_(4).fill_(1)
+        table.resize_(1).fill_(1)
+    assert model.least is least
+    assert least.shape == (0,)
+    assert torch.equal(table, torch.arange(6.0).view(2, 3))
+
+
 def test_buffers_without_elements_are_left_alone():
     model = nn.Module()
     model.register_buffer("table", torch.zeros(3, device="meta"))

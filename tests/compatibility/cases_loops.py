@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,67 @@ def plain() -> Loop:
     return Loop(
         model, lambda: nn.functional.cross_entropy(model(**inputs).logits, labels).backward()
     )
+
+
+@case(AREA, "R-Drop: two passes, and how far apart they are")
+def r_drop() -> Loop:
+    model, inputs = build("roberta"), batch("roberta")
+
+    def step():
+        first, second = model(**inputs), model(**inputs)
+        logs = [each.logits.log_softmax(-1) for each in (first, second)]
+        apart = nn.functional.kl_div(*logs, log_target=True, reduction="batchmean")
+        (first.loss + second.loss + apart).backward()
+
+    return Loop(model, step)
+
+
+@case(AREA, "several backward passes, `retain_graph=True`, and `torch.autograd.grad`")
+def retained() -> Loop:
+    model, inputs = build("roberta"), batch("roberta")
+    trained = [p for p in model.parameters() if p.requires_grad]
+
+    def step():
+        outputs = model(**inputs)
+        outputs.loss.backward(retain_graph=True)
+        outputs.logits.square().mean().backward(retain_graph=True)
+        for parameter, more in zip(
+            trained, torch.autograd.grad(2 * outputs.loss, trained), strict=True
+        ):
+            parameter.grad += more
+
+    return Loop(model, step)
+
+
+@case(AREA, "a gradient penalty, `create_graph=True`")
+def penalty() -> Loop:
+    model, inputs = build("llama"), batch("llama")
+    model.set_attn_implementation("eager")  # the fused one has no second derivative
+    ids = inputs.pop("input_ids")
+
+    def step():
+        embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+        loss = model(inputs_embeds=embedded, **inputs).loss
+        (gradient,) = torch.autograd.grad(loss, embedded, create_graph=True)
+        (loss + gradient.square().sum()).backward()
+
+    return Loop(model, step)
+
+
+@case(AREA, "`functional_call`, forward and backward in another thread")
+def elsewhere() -> Loop:
+    model, inputs = build("roberta"), batch("roberta")
+    parameters = dict(model.named_parameters())
+
+    def run():
+        torch.manual_seed(0)
+        torch.func.functional_call(model, parameters, (), inputs).loss.backward()
+
+    def step():
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(run).result()
+
+    return Loop(model, step)
 
 
 @case(AREA, "an accelerate loop, two passes a step")

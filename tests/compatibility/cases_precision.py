@@ -11,6 +11,8 @@ from cases_trainer import trainer
 from harness import Loop, Training, case
 from peft import prepare_model_for_kbit_training
 from tiny import batch, build, lora
+from torch import nn
+from torch.ao.quantization import QConfig, get_default_qat_qconfig, prepare_qat
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 AREA = "Mixed precision"
@@ -132,3 +134,26 @@ def eight_bits() -> Loop:
 @case(AREA, "Trainer, fp16=True")
 def trainer_fp16() -> Training:
     return trainer("roberta", fp16=True)
+
+
+class Quantized(nn.Module):
+    """Linear layers prepared for training that knows of their quantization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 16)
+        )
+        whole, by_channel = map(get_default_qat_qconfig, ("qnnpack", "fbgemm"))
+        self.qconfig = QConfig(whole.activation, by_channel.weight)
+        prepare_qat(self.train(), inplace=True)
+
+    def forward(self, inputs_embeds: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": nn.functional.cross_entropy(self.layers(inputs_embeds), labels)}
+
+
+@case(AREA, "quantization-aware training, torch.ao")
+def quantization_aware() -> Loop:
+    model = Quantized()
+    inputs = {"inputs_embeds": torch.randn(512, 64), "labels": torch.randint(0, 16, (512,))}
+    return Loop(model, lambda: model(**inputs)["loss"].backward())

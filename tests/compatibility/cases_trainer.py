@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from harness import Training, case
-from tiny import batch, build
+from tiny import batch, build, needs_compiler
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import (
@@ -125,6 +125,13 @@ def unequal() -> Training:
 def smaller_last_batch() -> Training:
     data = Examples("roberta", 20)
     return trainer("roberta", data=data, optim="adafactor", max_grad_norm=0.1)
+
+
+@case(AREA, "`torch_compile=True`")
+def compiled() -> Training:
+    needs_compiler(backend="aot_eager")
+    torch._dynamo.reset()
+    return trainer("roberta", torch_compile=True, torch_compile_backend="aot_eager")
 
 
 @case(AREA, "NEFTune", lacks={"exception": "Trainer leaves NEFTune's hook on the model then"})

@@ -65,8 +65,30 @@ def texts() -> Any:
     return Dataset.from_list([{"text": words(i, 8 + i % 9)} for i in range(EXAMPLES)])
 
 
-def training(name: str, model: Any, data: Any, **options: Any) -> Training:
-    """A subject: TRL's trainer of that name."""
+def prompts() -> Any:
+    """Prompts alone."""
+    return pairs().remove_columns(["chosen", "rejected"])
+
+
+def judged() -> Any:
+    """Prompts with an answer each, every other of which is wanted."""
+    from datasets import Dataset
+
+    rows = enumerate(pairs())
+    return Dataset.from_list(
+        [{"prompt": r["prompt"], "completion": r["chosen"], "label": i % 2 == 0} for i, r in rows]
+    )
+
+
+def rewards(completions: list[str], **given: Any) -> list[float]:
+    """Of answers, some number."""
+    return [float(sum(map(ord, answer)) % 17) for answer in completions]
+
+
+def training(
+    name: str, model: Any, data: Any, given: dict[str, Any] | None = None, **options: Any
+) -> Training:
+    """A subject: TRL's trainer of that name, given more."""
     import trl
 
     def make(folder, steps, callbacks):
@@ -75,7 +97,12 @@ def training(name: str, model: Any, data: Any, **options: Any) -> Training:
         config = getattr(trl, f"{name}Config")
         args = config(output_dir=str(folder), max_steps=steps, **{**TRAINING, **options})
         return getattr(trl, f"{name}Trainer")(
-            model, args=args, train_dataset=data, processing_class=tokenizer(), callbacks=callbacks
+            model,
+            args=args,
+            train_dataset=data,
+            processing_class=tokenizer(),
+            callbacks=callbacks,
+            **(given or {}),
         )
 
     return Training(model, make)
@@ -103,9 +130,48 @@ def sft_packing() -> Training:
     return training("SFT", build("llama"), texts(), packing=True, max_length=32, **PLAIN)
 
 
+@case(AREA, "TRL SFTTrainer, dynamic fine-tuning (`dft`)", needs=("trl",))
+def sft_dft() -> Training:
+    return training("SFT", build("llama"), texts(), loss_type="dft", **PLAIN)
+
+
 @case(AREA, "TRL DPOTrainer", needs=("trl",))
 def dpo() -> Training:
     return training("DPO", build("llama"), pairs(), **PLAIN)
+
+
+@case(AREA, "TRL DPOTrainer, three losses, no padding, reference computed before", needs=("trl",))
+def dpo_losses() -> Training:
+    return training(
+        "DPO",
+        build("llama"),
+        pairs(),
+        loss_type=["sigmoid", "bco_pair", "sft"],
+        loss_weights=[0.8, 0.2, 1.0],
+        padding_free=True,
+        precompute_ref_log_probs=True,
+        **PLAIN,
+    )
+
+
+@case(AREA, "TRL KTOTrainer", needs=("trl",))
+def kto() -> Training:
+    return training("KTO", build("llama"), judged(), **PLAIN)
+
+
+SAMPLED = {"num_generations": 4, "max_completion_length": 6, **PLAIN}
+
+
+@case(AREA, "TRL GRPOTrainer, two updates with each answer", needs=("trl",))
+def grpo() -> Training:
+    given = {"reward_funcs": rewards}
+    options = {"beta": 0.1, "num_iterations": 2, **SAMPLED}
+    return training("GRPO", build("llama"), prompts(), given, **options)
+
+
+@case(AREA, "TRL RLOOTrainer", needs=("trl",))
+def rloo() -> Training:
+    return training("RLOO", build("llama"), prompts(), {"reward_funcs": rewards}, **SAMPLED)
 
 
 @case(AREA, "TRL RewardTrainer", needs=("trl",))
