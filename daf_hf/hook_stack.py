@@ -11,6 +11,9 @@ Hooks = tuple[Callable[..., Any], Callable[..., Any]]
 
 _autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
 
+if not hasattr(_autograd.SavedTensor, "data"):  # what hooks packed: calibrations would see nothing
+    raise ImportError(f"daf_hf needs torch 2.13 or later; this is torch {torch.__version__}")
+
 
 def push_hooks(hooks: Hooks) -> None:
     """Put ``hooks`` on top of this thread's stack.

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import (
 )
 
 AREA = "Gradient checkpointing"
+NEWER = ("transformers>=5",)
 
 
 def loop(model, name, scope=None) -> Loop:
@@ -92,7 +93,7 @@ case(AREA, "reentrant, the model as one region")(partial(model_in_one, True))
 case(AREA, "not reentrant, the model as one region")(partial(model_in_one, False))
 
 
-@case(AREA, "activation_checkpointing of every second layer")
+@case(AREA, "activation_checkpointing of every second layer", needs=NEWER)
 def every_second() -> Loop:
     model = build("llama")
     model.enable_input_require_grads()
@@ -156,12 +157,12 @@ def selective() -> Loop:
     return by_hand("gpt2", use_reentrant=False, context_fn=contexts)
 
 
-@case(AREA, "Trainer, activation_checkpointing=True", share=MOST)
+@case(AREA, "Trainer, activation_checkpointing=True", share=MOST, needs=NEWER)
 def trainer_option() -> Training:
     return trainer("roberta", activation_checkpointing=True)
 
 
-@case(AREA, "Trainer, activation_checkpointing=True, reentrant", share=MOST)
+@case(AREA, "Trainer, activation_checkpointing=True, reentrant", share=MOST, needs=NEWER)
 def trainer_reentrant() -> Training:
     return trainer(
         "roberta",

@@ -110,7 +110,11 @@ def accumulation() -> Training:
     return trainer("gpt2", gradient_accumulation_steps=2)
 
 
-@case(AREA, "`num_items_in_batch`: micro-batches with unequal numbers of labels")
+@case(
+    AREA,
+    "`num_items_in_batch`: micro-batches with unequal numbers of labels",
+    needs=("transformers>=5",),
+)
 def unequal() -> Training:
     return trainer(
         "gpt2",

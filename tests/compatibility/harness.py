@@ -6,16 +6,17 @@ A case is a function that builds a :class:`Subject`; :func:`case` names its row 
 
 from __future__ import annotations
 
-import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 from tiny import weights
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
@@ -38,7 +39,7 @@ class Case:
         area: its part of the matrix.
         name: what works.
         build: of a fresh subject; everything random in it is seeded beforehand.
-        needs: modules without which it is skipped.
+        needs: distributions without which it is skipped, with or without a range of versions.
         share: of what plain training holds, the budget that it is checked under.
         off: by how many times the predicted error a gradient may be off.
         options: of daf_hf, besides the budget.
@@ -56,9 +57,13 @@ class Case:
 
     def subject(self) -> Subject:
         """A fresh one, the same each time."""
-        for module in self.needs:
-            if importlib.util.find_spec(module) is None:
-                pytest.skip(f"{module} is not installed")
+        for needed in map(Requirement, self.needs):
+            try:
+                installed = version(needed.name)
+            except PackageNotFoundError:
+                pytest.skip(f"{needed.name} is not installed")
+            if installed not in needed.specifier:
+                pytest.skip(f"{needed} is needed; installed is {installed}")
         torch.manual_seed(0)
         return self.build()
 
