@@ -11,6 +11,7 @@ together, against plain training on the same dropout.
 from __future__ import annotations
 
 import argparse
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -72,6 +73,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--budgets", nargs="+", default=["recommended"], help="MB, or that word")
     options = parser.parse_args(argv)
+    # transformers' own use of a name that it has deprecated.
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
     torch.manual_seed(2)
     tokens = torch.randint(VOCABULARY, (EXAMPLES, TOKENS))
     with torch.no_grad():

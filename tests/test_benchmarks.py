@@ -233,6 +233,14 @@ def test_changes_of_the_budget(tmp_path):
     assert found["replanning"]["median_milliseconds"] > 0
 
 
+def test_a_distillation_inside_and_outside():
+    result = run("distillation.py", "--budgets", "recommended")
+    assert result.returncode == 0, result.stderr
+    outside, inside = (line.split() for line in result.stdout.splitlines()[1:])
+    assert (outside[0], inside[0]) == ("outside", "inside")
+    assert all(float(row[-1]) < 0.3 for row in (outside, inside))
+
+
 def test_a_memory_limit_is_one(benchmark):
     limits = benchmark("memory_limit")
     try:

@@ -245,6 +245,22 @@ def test_a_recommended_budget_has_room_for_a_loss_outside_the_model(distillation
     assert "outside of the model" in caplog.text
 
 
+def test_the_model_is_not_starved_for_a_loss_outside_of_it(distillation):
+    """Once a plan knows of it, the loss gives way no less than in the first step."""
+    exact = distilled(*distillation, nullcontext())
+    daf, compressor = compressed(distillation[0], "recommended")
+    for _ in range(2):
+        distilled(*distillation, daf)
+        daf.step()
+    daf, _ = compressed(distillation[0], 0.7 * compressor.arena.limit_bytes / 1e6)
+    errors = []
+    for _ in range(3):
+        errors.append(float((distilled(*distillation, daf) - exact).norm() / exact.norm()))
+        daf.step()
+    assert max(errors) < 2 * errors[0] + 0.02
+    assert errors[1] == errors[2]
+
+
 def test_a_budget_of_ones_own_is_not_raised_for_it(distillation):
     daf, compressor = compressed(distillation[0], "recommended")
     distilled(*distillation, daf)

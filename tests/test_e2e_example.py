@@ -132,6 +132,8 @@ def test_a_reference_that_is_cut_away_is_not_trained_on(script, tokenizer, capsy
         *(("max_predict_samples", 0), ("num_beams", 0), ("num_beams", -1)),
         *(("no_repeat_ngram_size", -1), ("max_new_tokens", 0), ("lora_r", 0)),
         *(("lora_alpha", 0), ("lora_dropout", 1.0), ("lora_dropout", -0.1)),
+        *(("per_device_train_batch_size", 0), ("per_device_eval_batch_size", 0)),
+        ("learning_rate", -1),
     ],
 )
 def test_values_that_none_can_have(script, option, value):
@@ -143,6 +145,25 @@ def test_modules_that_are_not_there(script, tiny_model, tiny_data, tmp_path):
     options = arguments(tiny_model, tiny_data, tmp_path, "--no_daf", "--target_modules", "q_proj")
     with pytest.raises(script.models.ModelError, match=r"--target_modules q_proj: .*not found"):
         script.main(options)
+
+
+def test_modules_to_train_in_full_that_are_not_there(script, tiny_model, tiny_data, tmp_path):
+    options = ("--no_daf", "--modules_to_save", "nothing")
+    with pytest.raises(script.models.ModelError, match="--modules_to_save nothing: not found"):
+        script.main(arguments(tiny_model, tiny_data, tmp_path, *options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--resume_from_checkpoint", "absent"), "--resume_from_checkpoint absent: no such folder"),
+        (("--bf16", "--fp16"), "At most one of fp16 and bf16"),
+        (("--model_name_or_path", "absent/folder/of/this"), "absent/folder/of/this: no such model"),
+    ],
+)
+def test_what_is_not_there(script, tiny_model, tiny_data, tmp_path, options, message):
+    with pytest.raises((script.UsageError, script.models.ModelError), match=message):
+        script.main([*arguments(tiny_model, tiny_data, tmp_path, "--no_daf"), *options])
 
 
 def test_a_recommended_budget(script):

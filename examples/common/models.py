@@ -79,7 +79,11 @@ def load_config(args: ModelArguments, path: str, **options: Any) -> PretrainedCo
         if not args.from_config:
             raise ModelError("--model_type is for --from_config only")
         return AutoConfig.for_model(args.model_type, **options)
-    return AutoConfig.from_pretrained(path, **options)
+    try:
+        return AutoConfig.from_pretrained(path, **options)
+    except OSError as error:
+        message = str(error).partition("\n")[0]
+        raise ModelError(f"--model_name_or_path {path}: no such model ({message})") from error
 
 
 def load_tokenizer(path: str, config: PretrainedConfig) -> PreTrainedTokenizerBase:
@@ -137,6 +141,12 @@ def adapt(base: PreTrainedModel, adapters: LoraConfig) -> PeftModel | PeftMixedM
     Raises:
         ModelError: when there are no such modules, or LoRA has nothing for their kind.
     """
+    names = {name.rpartition(".")[2] for name, _ in base.named_modules()}
+    absent = [
+        name for name in adapters.modules_to_save or () if name.rpartition(".")[2] not in names
+    ]
+    if absent:
+        raise ModelError(f"--modules_to_save {' '.join(absent)}: not found in the model")
     try:
         return get_peft_model(base, adapters)
     except ValueError as error:

@@ -12,4 +12,4 @@ def require_least(arguments: object, **least: int) -> None:
     for name, value in least.items():
         given = getattr(arguments, name)
         if given is not None and given < value:
-            raise UsageError(f"--{name} {given}: use {value} or more")
+            raise UsageError(f"--{name} {given:g}: use {value} or more")

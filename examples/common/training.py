@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from common.memory import PeakMemoryCallback
 from common.models import ModelError
-from common.options import UsageError
-from transformers import Trainer
+from common.options import UsageError, require_least
+from transformers import HfArgumentParser, Trainer
 
 from daf_hf import BudgetError, DAFCallback, DAFConfig
 
@@ -49,6 +50,27 @@ class DAFArguments:
         metadata={"help": "JSON or YAML file of options; those above override it."},
     )
     no_daf: bool = field(default=False, metadata={"help": "Train plainly."})
+
+
+def parse(parser: HfArgumentParser, argv: list[str] | None) -> tuple[Any, ...]:
+    """Parse the command line, the last part of which are `TrainingArguments`.
+
+    Raises:
+        UsageError: for options that these refuse, or that would end the run later on.
+    """
+    try:
+        parsed = parser.parse_args_into_dataclasses(argv)
+    except UsageError:
+        raise
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    training = parsed[-1]
+    require_least(training, per_device_train_batch_size=1, per_device_eval_batch_size=1)
+    require_least(training, learning_rate=0)
+    checkpoint = training.resume_from_checkpoint
+    if checkpoint is not None and not Path(checkpoint).is_dir():
+        raise UsageError(f"--resume_from_checkpoint {checkpoint}: no such folder")
+    return parsed
 
 
 def daf_config(args: DAFArguments) -> DAFConfig | None:

@@ -126,7 +126,7 @@ def write_predictions(path: Path, outputs: Sequence[str]) -> None:
 def _read(path: Path) -> str:
     """Return a file's text, with lines that end in a newline alone, whoever wrote it."""
     if not path.is_file():
-        raise DataError(f"{path}: no such file")
+        raise DataError(f"{path}: {'not a file' if path.exists() else 'no such file'}")
     content = path.read_bytes()
     try:
         return content.decode("utf-8-sig").replace("\r\n", "\n")

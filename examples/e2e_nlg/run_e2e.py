@@ -45,7 +45,7 @@ from common import models
 from common.memory import PeakMemoryCallback
 from common.models import LoraArguments
 from common.options import UsageError, require_least
-from common.training import DAFArguments, daf_config, run, train
+from common.training import DAFArguments, daf_config, parse, run, train
 
 METRICS_MODULE = Path(__file__).with_name("metrics.py")
 IGNORED = -100  # label of tokens that the loss leaves out
@@ -99,7 +99,7 @@ Arguments = tuple[
 def parse_arguments(argv: list[str] | None = None) -> Arguments:
     """Parse the command line; with no --do_train, --do_eval or --do_predict, do all three."""
     parser = HfArgumentParser(list(get_args(Arguments)))
-    parsed = parser.parse_args_into_dataclasses(argv)
+    parsed = parse(parser, argv)
     training = parsed[-1]
     if not (training.do_train or training.do_eval or training.do_predict):
         training.do_train = training.do_eval = training.do_predict = True

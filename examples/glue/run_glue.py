@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from common.memory import PeakMemoryCallback
 from common.models import LoraArguments, max_tokens
 from common.options import UsageError, require_least
-from common.training import DAFArguments, daf_config, run, train
+from common.training import DAFArguments, daf_config, parse, run, train
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,7 +83,7 @@ def parse_arguments(argv: list[str] | None = None) -> Arguments:
     parser = HfArgumentParser(
         [ModelArguments, DataArguments, LoraArguments, DAFArguments, TrainingArguments]  # type: ignore[arg-type]
     )
-    model, data, lora, daf, training = parser.parse_args_into_dataclasses(argv)
+    model, data, lora, daf, training = parse(parser, argv)
     if not (training.do_train or training.do_eval):
         training.do_train = training.do_eval = True
     if training.do_predict:
