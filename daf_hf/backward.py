@@ -53,7 +53,7 @@ def gradients_of(
     incoming: list[Tensor] | None,
     leaves: Sequence[Tensor] | None = None,
 ) -> list[Tensor | None]:
-    """Gradients of the outputs; the graph is kept.
+    """Gradients of the outputs, dense; the graph is kept.
 
     Args:
         outputs: tensors or edges.
@@ -65,12 +65,11 @@ def gradients_of(
     if leaves is not None:
         with _own_gradients([*leaves, *parameters]):
             torch.autograd.backward(outputs, incoming, retain_graph=True)
-            return [parameter.grad for parameter in parameters]
-    return list(
-        torch.autograd.grad(
-            outputs, parameters, grad_outputs=incoming, retain_graph=True, allow_unused=True
-        )
+            return [_dense(parameter.grad) for parameter in parameters]
+    found = torch.autograd.grad(
+        outputs, parameters, grad_outputs=incoming, retain_graph=True, allow_unused=True
     )
+    return [_dense(gradient) for gradient in found]
 
 
 @contextmanager
@@ -93,10 +92,17 @@ def _own_gradients(leaves: Iterable[Tensor]) -> Iterator[None]:
 
 
 def outgoing(node: Any, incoming: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """What a node alone passes on."""
+    """What a node alone passes on, dense."""
     with torch.no_grad():
         passed = node(*incoming)
-    return passed if isinstance(passed, tuple) else (passed,)
+    return tuple(map(_dense, passed if isinstance(passed, tuple) else (passed,)))
+
+
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    """Gradients of sparse weights and embeddings lack most operations."""
+    if gradient is None or gradient.layout is torch.strided:
+        return gradient
+    return gradient.to_dense()
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

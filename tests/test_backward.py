@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny import compressed, gradients, relative_error
 from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import checkpoint
@@ -52,3 +53,36 @@ def test_nothing_of_it_is_left(layers):
     assert not ran
     loss.backward()
     assert len(ran) == 1 and not torch.equal(layers[0].weight.grad, torch.ones(8, 8))
+
+
+class Sparse(nn.Module):
+    """Gradients of an embedding that are sparse, and a weight that is."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32, sparse=True)
+        self.values = nn.Parameter(torch.randn(32))
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, input_ids):
+        diagonal = torch.arange(32).expand(2, 32)
+        weight = torch.sparse_coo_tensor(diagonal, self.values, (32, 32), check_invariants=False)
+        hidden = torch.tanh(self.first(self.embedding(input_ids)))
+        hidden = torch.sparse.mm(weight, hidden.view(-1, 32).t()).t()
+        return {"loss": torch.tanh(self.last(hidden)).square().mean()}
+
+
+def test_gradients_that_are_sparse_are_measured():
+    torch.manual_seed(0)
+    model, tokens = Sparse(), {"input_ids": torch.randint(64, (8, 16))}
+    exact = gradients(model, tokens)
+    daf, compressor = compressed(model, 0.03)
+    found = gradients(model, tokens, daf)
+    assert compressor.placement.calibrated
+    assert found["embedding.weight"].is_sparse
+    dense = [
+        {name: g.to_dense() if g.is_sparse else g for name, g in each.items()}
+        for each in (found, exact)
+    ]
+    error = relative_error(*dense)
+    assert 0 < error <= 1.5 * daf.report.predicted_gradient_error + 0.01

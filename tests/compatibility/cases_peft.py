@@ -62,7 +62,9 @@ def method(config: str, build: Callable[[], nn.Module] = llama, **options: Any) 
     kind = getattr(peft, config, None)
     if kind is None:
         pytest.skip(f"this version of peft has no {config}")
-    return loop(get_peft_model(build(), kind(task_type="CAUSAL_LM", **options)))
+    with warnings.catch_warnings():  # peft's own, of what it cannot merge or speed up
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"peft\.")
+        return loop(get_peft_model(build(), kind(task_type="CAUSAL_LM", **options)))
 
 
 LORA: dict[str, dict[str, Any]] = {
@@ -102,6 +104,25 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "VBLoRAConfig",
         {"r": 4, "num_vectors": 16, "vector_length": 16, "target_modules": ATTENTION},
     ),
+    "BOFT": ("BOFTConfig", {"boft_block_size": 4, "target_modules": ATTENTION}),
+    "C3A": ("C3AConfig", {"block_size": 16, "target_modules": ATTENTION}),
+    "RoAd": ("RoadConfig", {"group_size": 16, "target_modules": ATTENTION}),
+    "WaveFT": ("WaveFTConfig", {"n_frequency": 50, "target_modules": ATTENTION}),
+    "DeLoRA": ("DeloraConfig", {"r": 4, "target_modules": ATTENTION}),
+    "GraLoRA": ("GraloraConfig", {"r": 4, "gralora_k": 2, "target_modules": ATTENTION}),
+    "HiRA": ("HiraConfig", {"r": 4, "target_modules": ATTENTION}),
+    "AdaMSS": ("AdamssConfig", {"target_modules": ATTENTION}),
+    "BEFT": ("BeftConfig", {"target_modules": ATTENTION}),
+    "Lily": ("LilyConfig", {"r": 4, "target_modules": ATTENTION}),
+    "FRoD (sparse weights)": ("FrodConfig", {"target_modules": ATTENTION}),
+    "PVeRA": ("PveraConfig", {"r": 8, "target_modules": ["up_proj"]}),
+    "GLoRA": ("GloraConfig", {"r": 4, "target_modules": ATTENTION}),
+    "UniLoRA": ("UniLoraConfig", {"target_modules": ATTENTION}),
+    "TinyLoRA": ("TinyLoraConfig", {"target_modules": ATTENTION}),
+    "PSOFT": ("PsoftConfig", {"r": 4, "target_modules": ATTENTION}),
+    "PEANuT": ("PeanutConfig", {"r": 4, "target_modules": ATTENTION}),
+    "DEFT": ("DeftConfig", {"r": 4, "target_modules": ATTENTION}),
+    "Cartridge": ("CartridgeConfig", {"num_virtual_tokens": 4}),
     "OSF": ("OSFConfig", {"target_modules": ATTENTION}),
     "trainable tokens": (
         "TrainableTokensConfig",

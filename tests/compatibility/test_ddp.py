@@ -7,7 +7,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import transformers
 from accelerate import Accelerator
+from packaging.version import Version
 from ranks import on_ranks
 from tiny import (
     VOCABULARY,
@@ -329,6 +331,8 @@ def test_trainer(tmp_path):
         "daf_hf: memory by rank",
     ]
     assert not other[3]
+    if Version(transformers.__version__) < Version("5"):
+        pytest.skip("on CPUs this version of transformers resumes no optimizer of several ranks")
     again, beside = on_ranks(tmp_path, trains, folder, options, True)
     assert again[1] == beside[1] == one[1][2:]
     assert same(again[0], one[0]) and same(beside[0], one[0])

@@ -205,6 +205,8 @@ class Pushing(Trainer):
 @pytest.mark.supports(AREA, "push_to_hub")
 @pytest.mark.parametrize("strategy", ["every_save", "checkpoint", "all_checkpoints"])
 def test_what_is_uploaded(tmp_path, monkeypatch, strategy):
+    if not hasattr(trainer_module, "hf_api"):
+        pytest.skip("this version of transformers uploads by other functions")
     uploads = []
     for callbacks in ([], [DAFCallback(budget_mb=0.3, calibrate_at=(0,))]):
         hub = Hub()
