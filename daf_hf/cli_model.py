@@ -150,6 +150,13 @@ def _base(options: argparse.Namespace, config: PretrainedConfig, task: str) -> P
             f"--task {task}: there is no such model of type {config.model_type!r} "
             f"({_first_line(error)[:200]})"
         ) from error
+    except TypeError as error:
+        if not options.config_overrides:
+            raise
+        raise UsageError(
+            f"--config_overrides {' '.join(options.config_overrides)}: no model can be made of that "
+            f"({_first_line(error)[:200]})"
+        ) from error
 
 
 def _adapted(model: PreTrainedModel, options: argparse.Namespace, task: str) -> nn.Module:
