@@ -154,7 +154,7 @@ def _base(options: argparse.Namespace, config: PretrainedConfig, task: str) -> P
         if not options.config_overrides:
             raise
         raise UsageError(
-            f"--config_overrides {' '.join(options.config_overrides)}: no model can be made of that "
+            f"--config_overrides {' '.join(options.config_overrides)}: no model can be made of it "
             f"({_first_line(error)[:200]})"
         ) from error
 
