@@ -33,7 +33,7 @@ from .loss_watch import LossWatch
 logger = logging.getLogger("daf_hf")
 trainer_logger = transformers_logging.get_logger("transformers.trainer")
 
-GUARDED = ("_run_epoch", "training_step")
+GUARDED = ("_run_epoch", "get_batch_samples", "training_step", "_maybe_log_save_evaluate")
 """Methods of Trainer inside which an exception ends the compression; some versions lack the first.
 """
 

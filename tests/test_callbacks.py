@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import threading
 
 import pytest
@@ -82,6 +83,7 @@ def no_state_of_accelerate():
     """Its precision outlives a trainer in some versions, and wraps the next one's model."""
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # as older versions of transformers set it
 
 
 @pytest.fixture
