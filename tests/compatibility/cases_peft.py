@@ -114,7 +114,6 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "AdaMSS": ("AdamssConfig", {"target_modules": ATTENTION}),
     "BEFT": ("BeftConfig", {"target_modules": ATTENTION}),
     "Lily": ("LilyConfig", {"r": 4, "target_modules": ATTENTION}),
-    "FRoD (sparse weights)": ("FrodConfig", {"target_modules": ATTENTION}),
     "PVeRA": ("PveraConfig", {"r": 8, "target_modules": ["up_proj"]}),
     "GLoRA": ("GloraConfig", {"r": 4, "target_modules": ATTENTION}),
     "UniLoRA": ("UniLoraConfig", {"target_modules": ATTENTION}),
