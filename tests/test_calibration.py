@@ -17,6 +17,7 @@ from tiny import (
     compressed,
     gradients,
     hooks_on_stack,
+    lora,
     loss_of,
     nothing_held,
     relative_error,
@@ -321,6 +322,19 @@ def test_new_sites_leave_what_is_known_as_it_is():
     gradients(model, inputs, daf, seed=8)
     assert new.importance is not None and new.importance != importances.pop(new)
     assert all(site.importance == before for site, before in importances.items())
+
+
+def test_what_is_zero_in_the_first_step_alone_has_bits_for_the_next_ones():
+    """DoRA saves LoRA's outputs, which are all zero at first; they were then held exactly."""
+    model = lora(build("bert").unload(), ["query", "value"], use_dora=True).train()
+    inputs = batch("bert")
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-2)
+    daf, _ = compressed(model, 0.2, calibrate_at=(0,), calibration_batch=8)
+    for step in range(3):
+        gradients(model, inputs, daf, seed=step)
+        optimizer.step()
+        daf.step()
+    assert daf.report.predicted_gradient_error < 0.1
 
 
 @pytest.mark.parametrize("padded", ["masked prompt", "left padding"])

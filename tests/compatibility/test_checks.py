@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import importlib
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -92,19 +94,33 @@ class Boom(Exception):
     """What a module raises."""
 
 
-def last_trained(model: nn.Module) -> nn.Module:
-    """The last module with anything to train, and no such part, that has a forward of its own.
+def called_in(model: nn.Module, run: Callable[[], Any]) -> set[str]:
+    """Names of the modules whose forward is run."""
+    names: set[str] = set()
+    hooks = [
+        module.register_forward_pre_hook(lambda module, args, name=name: names.add(name))
+        for name, module in model.named_modules()
+    ]
+    run()
+    for hook in hooks:
+        hook.remove()
+    return names
 
-    A frozen head may be read past its forward, and so may lists of parameters.
+
+def last_trained(model: nn.Module, called: set[str]) -> nn.Module:
+    """The last module with anything to train, and no such part, that is called.
+
+    A frozen head may be read past its forward, and so may lists of parameters, or an adapter whose
+    weights are added to its layer's.
     """
+    within = {module for name, module in model.named_modules() if name in called}
 
     def trains(module: nn.Module) -> bool:
         return any(p.requires_grad for p in module.parameters())
 
     def callable_in(module: nn.Module) -> list[nn.Module]:
         inside = [found for child in module.children() for found in callable_in(child)]
-        runs = type(module).forward is not nn.Module.forward
-        return inside or [module] * (runs and trains(module))
+        return inside or [module] * (module in within and trains(module))
 
     return callable_in(model)[-1]
 
@@ -112,28 +128,32 @@ def last_trained(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_exception(case: Case, where, tmp_path, budget):
     """After an exception in the middle of a pass the model is as it was, and trains plainly."""
+    fresh, runs = case.subject(), []
+    called = called_in(fresh.model, lambda: runs.append(fresh.train(1, tmp_path / "plain")))
+    (plain,) = runs
     subject = case.subject()
-    last = last_trained(subject.model)
+    last = last_trained(subject.model, called)
+    handles = []
 
     def fail(module, args, output):
         if where == "forward":
             raise Boom
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(raise_boom)
+                handles.append(leaf.register_hook(raise_boom))  # which may be a parameter
 
     def raise_boom(gradient):
         raise Boom
 
-    handle = last.register_forward_hook(fail)
+    handles.append(last.register_forward_hook(fail))
     with pytest.raises(Boom):
         subject.train(2, tmp_path / "daf", {"budget_mb": budget / MB, **case.options})
-    handle.remove()
+    for handle in handles:
+        handle.remove()
+    handles.clear()
     gc.collect()
     assert hooks_on_stack() is None
     assert Session.of(subject.model) is None
-    fresh = case.subject()
-    plain = fresh.train(1, tmp_path / "plain")
     # accelerate leaves a forward of its own behind under mixed precision.
     assert ("forward" in subject.model.__dict__) <= ("forward" in fresh.model.__dict__)
     subject.model.zero_grad(set_to_none=True)
