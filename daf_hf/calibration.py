@@ -1,8 +1,7 @@
 """Calibration: who consumes each saved tensor, how codecs distort it, what that does to gradients.
 
 Three kinds of forward pass: a pilot of a few tokens, to label consumers and learn how sizes follow
-the batch; a survey of the whole batch that keeps nothing, to measure sizes and distortions (and one
-more of what LoRA's B, as long as it is zero, makes zero); and
+the batch; a survey of the whole batch that keeps nothing, to measure sizes and distortions; and
 graphs of a few examples with everything kept, in which one backward pass a site restores that site
 alone from its quantized form. Nothing of the user's is changed: RNG states, gradients, buffers and
 parameters are afterwards what they were.
@@ -10,7 +9,6 @@ parameters are afterwards what they were.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,7 +32,7 @@ from .off_zero import all_zero, moved, signed_steps
 from .probing import Graph, ProbeTooLargeError
 from .saved_tensors import Compressor
 from .sites import DIM_CONSTANT, Batch, Live, Probed, SaveSite, dimension_roles
-from .survey import Finding, Survey
+from .survey import Survey
 
 PROBE_BITS = 2
 """Width at which importances are measured; it ranks sites at other widths too."""
@@ -150,13 +148,12 @@ class Calibration:
             self.least_bytes = pilot.nbytes / SHARE_OF_BUDGET
             pilot.find_readers()
             _learn_derived(pilot)
-            zeros = self._survey(pilot)
             moves, complete = self._moves_off_zero(pilot)
-        if not complete:  # what the pilot left out may be what the loss is about
-            moves = self._within_budget(bytes_per_token, self._moves_at)
+            if not complete:  # what the pilot left out may be what the loss is about
+                moves = self._within_budget(bytes_per_token, self._moves_at)
+            with moved(moves):  # what is all zero for one step alone, no codec could be measured on
+                self._survey(pilot)
         with moved(moves):
-            if moves and zeros:
-                self._survey_again(zeros)
             self._within_budget(bytes_per_token, self._measure_at)
 
     def _limit(self) -> float:
@@ -195,30 +192,10 @@ class Calibration:
                         "exceed the budget"
                     ) from None
 
-    def _whole_survey(self) -> Survey:
+    def _survey(self, pilot: Graph) -> None:
         with _blaming_the_model():
             inputs = cut(self._inputs, 0, self._whole)
-            return Survey(self.compressor, self._forward, inputs, self._gauge)
-
-    def _survey_again(self, zeros: list[SaveSite]) -> None:
-        """See what was all zero as it is when the parameters behind it are not.
-
-        All zeros are distorted by no codec, but they stay so for one step alone.
-        """
-        findings = self._whole_survey().findings
-        for site in zeros:
-            found = findings.get(site)
-            if found is not None and found.distortions and site.probed is not None:
-                site.probed = dataclasses.replace(
-                    site.probed,
-                    mean_square=found.mean_square,
-                    mean_magnitude=found.mean_magnitude,
-                )
-                self._take_distortions(site, found)
-
-    def _survey(self, pilot: Graph) -> list[SaveSite]:
-        """Sizes and distortions of the whole batch; returns the sites of what is all zero."""
-        survey = self._whole_survey()
+            survey = Survey(self.compressor, self._forward, inputs, self._gauge)
         self.plain_bytes = survey.nbytes + survey.copied_bytes
         for site, found in survey.findings.items():
             roles = (DIM_CONSTANT,) * len(found.shape)
@@ -237,16 +214,12 @@ class Calibration:
             )
             site.two_valued, site.keep = found.two_valued, found.keep
             site.narrow = found.narrow
-            self._take_distortions(site, found)
-        return [site for site, found in survey.findings.items() if found.is_zero]
-
-    def _take_distortions(self, site: SaveSite, found: Finding) -> None:
-        site.distortions = found.distortions
-        if found.distortions:
-            self._nbytes[site] = found.numel * found.uses * site.dtype.itemsize
-            self._codecs[site] = min(
-                found.distortions, key=lambda codec: found.distortions[codec][self._bits]
-            )
+            site.distortions = found.distortions
+            if found.distortions:
+                self._nbytes[site] = found.numel * found.uses * site.dtype.itemsize
+                self._codecs[site] = min(
+                    found.distortions, key=lambda codec: found.distortions[codec][self._bits]
+                )
 
     # Importances -------------------------------------------------------------------------------
 

@@ -32,7 +32,6 @@ class Finding:
         two_valued: it has exactly two values.
         keep, narrow: see :class:`SaveSite`.
         distortions: for each candidate codec, at 0..8 bits.
-        is_zero: there are none because all elements looked at are zero.
     """
 
     shape: tuple[int, ...]
@@ -45,7 +44,6 @@ class Finding:
     keep: float | None
     narrow: torch.dtype | None
     distortions: dict[Codec, tuple[float, ...]]
-    is_zero: bool = False
 
 
 class Survey(Pass):
@@ -112,5 +110,4 @@ class Survey(Pass):
             lossy = flat.dtype in COMPRESSIBLE and item.site.least_bits < EXACT_BITS
             if not finding.two_valued and not derived and lossy:
                 finding.distortions = self._gauge.distortions(item)
-                finding.is_zero = not finding.distortions and not finding.mean_square
         return finding
