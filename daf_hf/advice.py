@@ -7,7 +7,8 @@ import math
 from typing import Any
 
 from .budgets import HARMFUL_ERROR, BudgetSweep
-from .planning import Plan, Planner
+from .planning import Planner
+from .plans import Plan
 
 logger = logging.getLogger("daf_hf")
 
@@ -53,8 +54,7 @@ class Advice:
     def tell_of_unmeasured(self) -> None:
         """Warn where much of what is held was saved by what no calibration can run."""
         sites = self._compressor.tracker.sites.values()
-        lossy = [site for site in sites if site.probed is None and site.is_lossy]
-        nbytes = sum(site.nbytes for site in lossy)
+        nbytes = sum(site.nbytes for site in sites if site.is_unmeasured)
         tolerated = UNMEASURED_SHARE * self._compressor.ledger.plain_peak
         if self._told_of_unmeasured or nbytes <= tolerated:
             return

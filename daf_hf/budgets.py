@@ -10,7 +10,8 @@ from typing import Any
 import psutil
 import torch
 
-from .planning import Plan, Planner
+from .planning import Planner
+from .plans import Plan
 from .sites import Batch
 
 logger = logging.getLogger("daf_hf")

@@ -20,7 +20,8 @@ from .calibration import Calibration, CalibrationError
 from .config import RECOMMENDED, DAFConfig, check_budget
 from .gradient_error import squared_norm
 from .host_memory import short_lived_blocks
-from .planning import Plan, Planner
+from .planning import Planner
+from .plans import Plan
 from .rows import Rows
 from .saved_tensors import Compressor
 from .session import Session

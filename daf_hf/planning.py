@@ -1,4 +1,4 @@
-"""Plans: every site's codec and width for the batch at hand."""
+"""Making plans: every site's codec and width for the batch at hand."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import dataclasses
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from .allocation import Option, lower_hull
@@ -18,10 +16,10 @@ from .codecs import BINARY
 from .distributed import Ranks
 from .dropout import SMALLEST_ELEMENTS
 from .expressions import WITNESSES
-from .kernels.format import MAX_BITS
 from .kernels.noise import STATE_BYTES
 from .matching import statistics_bytes
 from .placement import COMPRESSIBLE, SMALLEST_BYTES
+from .plans import Choices, Plan, elements_of
 from .saved_tensors import Compressor
 from .sites import Batch, SaveSite
 from .time_price import allocate_in_time
@@ -33,84 +31,6 @@ _CHOICES_KEPT = 4
 _FORWARDS_MAX = 64
 _ROUNDS_KEPT = 8
 _EMPTY_SHARE = 0.05
-
-
-@dataclass
-class Plan:
-    """What each site does in one forward pass.
-
-    Attributes:
-        batch: the size it was made for.
-        options: one a site that has a choice.
-        nbytes: what it expects to hold.
-        error: predicted relative error of the gradient; NaN when nothing was measured.
-        binary_elements: those of two-valued tensors, which take a bit each.
-        least_bytes: what the smallest plan for the batch takes.
-        least_seconds: where it does not keep to the time budget, what a plan of these bytes takes
-            at the least; else None.
-        limit_bytes: what it was made for.
-        forgone_bytes: that what no calibration measures is to do without.
-    """
-
-    batch: Batch
-    options: dict[SaveSite, Option]
-    nbytes: int
-    error: float
-    binary_elements: int = 0
-    least_bytes: int = 0
-    least_seconds: float | None = None
-    limit_bytes: float = math.inf
-    forgone_bytes: int = 0
-
-    @property
-    def mean_bits(self) -> float:
-        """Mean width of the elements that it encodes (NaN when there are none)."""
-        sizes = [(self.binary_elements, 1)] + [
-            (_elements(site, self.batch), option.bits)
-            for site, option in self.options.items()
-            if option.bits is not None
-        ]
-        elements = sum(numel for numel, _ in sizes)
-        return sum(numel * bits for numel, bits in sizes) / elements if elements else math.nan
-
-
-@dataclass(frozen=True)
-class Choices:
-    """What there is to choose from for one batch size.
-
-    Attributes:
-        batch: that size.
-        fixed_bytes: of what has no choice.
-        binary_elements: of these, those that take a bit each.
-        options: the options of each site that has one; storing exactly is among them.
-        unmeasured: of what no calibration measures, all together; in the most bits last.
-    """
-
-    batch: Batch
-    fixed_bytes: int
-    binary_elements: int
-    options: dict[SaveSite, list[Option]]
-    unmeasured: tuple[Option, ...] = ()
-
-    @property
-    def least_bytes(self) -> int:
-        """With every site at its smallest."""
-        return self.fixed_bytes + sum(min(o.nbytes for o in c) for c in self.sites())
-
-    @property
-    def exact_bytes(self) -> int:
-        """With every site stored exactly."""
-        exact = (o.nbytes for c in self.options.values() for o in c if o.codec is None)
-        return self.fixed_bytes + sum(exact) + self.unmeasured_bytes
-
-    @property
-    def unmeasured_bytes(self) -> int:
-        """Of what no calibration measures, in the most bits."""
-        return self.unmeasured[-1].nbytes if self.unmeasured else 0
-
-    def sites(self) -> list[Sequence[Option]]:
-        """What allocators choose from; what no calibration measures comes last."""
-        return [*self.options.values(), *([self.unmeasured] if self.unmeasured else [])]
 
 
 class Planner:
@@ -271,14 +191,15 @@ class Planner:
         measured gives way to them no further than it would there.
         """
         sites = self.compressor.tracker.sites.values()
-        count = sum(site.probed is None and site.is_lossy for site in sites)
+        count = sum(site.is_unmeasured for site in sites)
         if missed_bytes <= 0 or not count:
             return ()
         codec = self.compressor.placement.candidates.unplanned(frugal=False)
         costs = tuple(count * cost for cost in UNPLANNED_COSTS)
+        allowed = self.compressor.config.bits
         return tuple(
-            Option(missed_bytes * bits // MAX_BITS, costs[bits], codec, bits, costs)
-            for bits in self.compressor.config.bits
+            Option(missed_bytes * bits // max(1, *allowed), costs[bits], codec, bits, costs)
+            for bits in allowed
         )
 
     def _collect(self, batch: Batch) -> Choices:
@@ -290,7 +211,7 @@ class Planner:
             if not site.candidates or _is_small(site, batch):
                 fixed += self._fixed_bytes(site, batch)
                 if _takes_a_plane(site, batch):
-                    binary += _elements(site, batch)
+                    binary += elements_of(site, batch)
                 continue
             encoded = [self._option(site, batch, codec, bits) for codec, bits in site.candidates]
             options[site] = [*encoded, self._exact(site, batch)]
@@ -410,12 +331,6 @@ def _rounded_up(share: float) -> float:
     """To two digits, so that what is printed suffices."""
     unit = 10.0 ** (math.floor(math.log10(share)) - 1)
     return math.ceil(share / unit) * unit
-
-
-def _elements(site: SaveSite, batch: Batch) -> int:
-    """Elements that a site stores in one forward pass of the batch."""
-    assert site.probed is not None
-    return site.probed.predict(batch)[0] * site.probed.uses
 
 
 def _takes_a_plane(site: SaveSite, batch: Batch) -> bool:

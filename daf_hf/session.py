@@ -30,7 +30,8 @@ from .config import RECOMMENDED, DAFConfig
 from .distributed import ALONE, needs_others, ranks_of
 from .forward import wrap_forward
 from .host_memory import trim_heap, tune_malloc
-from .planning import Plan, Planner
+from .planning import Planner
+from .plans import Plan
 from .pooling import Outcome, measure, pool
 from .reporting import memory_report
 from .rows import Rows

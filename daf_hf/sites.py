@@ -133,9 +133,10 @@ class SaveSite:
         return are_rows(probed.columns, probed.shape, MATCHED_ROW)
 
     @property
-    def is_lossy(self) -> bool:
-        """The last tensor was stored by a codec that loses something."""
-        return isinstance(self.placed[0], Codec) and not self.placed[0].lossless
+    def is_unmeasured(self) -> bool:
+        """Its last tensor lost bits, and no calibration can tell what they are worth."""
+        codec, _ = self.placed
+        return self.probed is None and isinstance(codec, Codec) and not codec.lossless
 
     @property
     def consumer(self) -> str:

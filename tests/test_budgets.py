@@ -261,6 +261,16 @@ def test_the_model_is_not_starved_for_a_loss_outside_of_it(distillation):
     assert errors[1] == errors[2]
 
 
+@pytest.mark.parametrize("bits", [(2, 4), (0, 1, 2, 8)])
+def test_a_plan_knows_at_once_what_a_loss_outside_the_model_holds(distillation, bits):
+    daf, compressor = compressed(distillation[0], 0.9, bits=bits)
+    for _ in range(2):
+        distilled(*distillation, daf)
+        daf.step()
+    plan, peak = daf._session.last_plan, compressor.ledger.pass_peak
+    assert plan.nbytes == pytest.approx(peak, rel=0.01)
+
+
 def test_a_budget_of_ones_own_is_not_raised_for_it(distillation):
     daf, compressor = compressed(distillation[0], "recommended")
     distilled(*distillation, daf)
